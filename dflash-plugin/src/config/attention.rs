@@ -1,0 +1,101 @@
+//! Which keys each draft layer's queries may see.
+
+use super::keys::Keys;
+use crate::error::{DFlashError, Result};
+
+/// Attention pattern of one draft layer. The context always lies before the block, so causality only
+/// matters inside the block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LayerAttention {
+    /// Whether a block row sees only itself and the rows before it.
+    pub causal: bool,
+    /// A row sees only positions less than `window` away from its own (itself counts as one).
+    pub window: Option<usize>,
+}
+
+/// Reads `layer_types`, `sliding_window` and the causality overrides.
+///
+/// Without `layer_types` all layers are full. Full layers are bidirectional in the block, sliding ones
+/// causal, unless `is_causal` or (after it) `dflash_config.causal` sets one rule for all layers (vLLM's
+/// order).
+pub(super) fn parse_layers(keys: &Keys, num_layers: usize) -> Result<Vec<LayerAttention>> {
+    let sliding = sliding_layers(keys, num_layers)?;
+    let window = if sliding.contains(&true) {
+        Some(window(keys)?)
+    } else {
+        None
+    };
+    let causal_override = match (keys.top("is_causal"), keys.nested("causal")) {
+        (Some(entry), _) | (None, Some(entry)) => Some(entry.boolean()?),
+        (None, None) => None,
+    };
+    Ok(sliding
+        .into_iter()
+        .map(|is_sliding| LayerAttention {
+            causal: causal_override.unwrap_or(is_sliding),
+            window: window.filter(|_| is_sliding),
+        })
+        .collect())
+}
+
+/// For each layer, whether its attention is a sliding window.
+fn sliding_layers(keys: &Keys, num_layers: usize) -> Result<Vec<bool>> {
+    let Some(entry) = keys.top("layer_types") else {
+        return no_layer_types(keys, num_layers).map(|()| vec![false; num_layers]);
+    };
+    let types = entry.strings()?;
+    if types.len() != num_layers {
+        return Err(entry.error(format!(
+            "expected one entry for each of the `num_hidden_layers` {num_layers} layers, found {}",
+            types.len()
+        )));
+    }
+    types
+        .into_iter()
+        .enumerate()
+        .map(|(i, kind)| match kind {
+            "full_attention" => Ok(false),
+            "sliding_attention" => Ok(true),
+            other => Err(DFlashError::unsupported(
+                format!("layer_types[{i}]"),
+                format!("expected \"full_attention\" or \"sliding_attention\", found \"{other}\""),
+            )),
+        })
+        .collect()
+}
+
+/// Engines disagree on a config that switches windows on without saying for which layers.
+fn no_layer_types(keys: &Keys, num_layers: usize) -> Result<()> {
+    let switched_on = keys.optional_bool("use_sliding_window")?.unwrap_or(false)
+        && keys.either("sliding_window").is_some();
+    let first_sliding = match keys.top("max_window_layers") {
+        Some(entry) => entry.integer()?,
+        None => 0,
+    };
+    if switched_on && first_sliding < num_layers {
+        return Err(DFlashError::config(
+            "layer_types",
+            "missing while `use_sliding_window` is true; list \"full_attention\" or \
+             \"sliding_attention\" for each layer",
+        ));
+    }
+    Ok(())
+}
+
+fn window(keys: &Keys) -> Result<usize> {
+    if keys.optional_bool("use_sliding_window")? == Some(false) {
+        return Err(DFlashError::config(
+            "use_sliding_window",
+            "false, but `layer_types` has sliding layers; remove the key, or make the layers \
+             \"full_attention\"",
+        ));
+    }
+    keys.optional_size("sliding_window", super::MAX_POSITIONS)?
+        .ok_or_else(|| {
+            DFlashError::config(
+                "sliding_window",
+                "missing, but `layer_types` has sliding layers; add the window in tokens, the \
+                 current one included",
+            )
+        })
+}

@@ -1,0 +1,167 @@
+//! One draft layer.
+
+use candle_core::{DType, Tensor};
+use candle_nn::ops::rms_norm;
+use candle_nn::VarBuilder;
+
+use super::attention::{attend, SequenceMasks};
+use super::linear::Linear;
+use super::rope::RopeRows;
+use crate::config::DraftConfig;
+use crate::error::Result;
+use crate::kv::SequenceKv;
+
+/// Weights of one layer, with q/k/v and gate/up each fused to one matrix.
+pub(super) struct Layer {
+    input_norm: Tensor,
+    qkv: Linear,
+    /// f32 `[head_dim]`, with the attention scale folded in (RoPE is linear).
+    q_norm: Tensor,
+    /// f32 `[head_dim]`.
+    k_norm: Tensor,
+    output: Linear,
+    post_norm: Tensor,
+    gate_up: Linear,
+    down: Linear,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    intermediate: usize,
+    /// Index into the model's attention patterns.
+    pattern: usize,
+}
+
+/// A layer, and what the model stacks over all layers to materialize context features.
+pub(super) struct LayerParts {
+    pub layer: Layer,
+    pub key: Linear,
+    pub value: Linear,
+    /// f32 `[head_dim]`.
+    pub key_norm: Tensor,
+}
+
+impl Layer {
+    pub fn load(cfg: &DraftConfig, pattern: usize, vb: VarBuilder) -> Result<LayerParts> {
+        let (hidden, head_dim) = (cfg.hidden_size, cfg.head_dim);
+        let q_width = cfg.num_attention_heads * head_dim;
+        let kv_width = cfg.num_key_value_heads * head_dim;
+        let (attn, mlp) = (vb.pp("self_attn"), vb.pp("mlp"));
+        let bias = cfg.attention_bias;
+        let query = Linear::load(hidden, q_width, bias, attn.pp("q_proj"))?;
+        let key = Linear::load(hidden, kv_width, bias, attn.pp("k_proj"))?;
+        let value = Linear::load(hidden, kv_width, bias, attn.pp("v_proj"))?;
+        let gate = Linear::load(hidden, cfg.intermediate_size, false, mlp.pp("gate_proj"))?;
+        let up = Linear::load(hidden, cfg.intermediate_size, false, mlp.pp("up_proj"))?;
+        let q_norm = attn.get(head_dim, "q_norm.weight")?.to_dtype(DType::F32)?;
+        let k_norm = attn.get(head_dim, "k_norm.weight")?.to_dtype(DType::F32)?;
+        let layer = Self {
+            input_norm: vb.get(hidden, "input_layernorm.weight")?,
+            qkv: Linear::stack(&[query, key.clone(), value.clone()])?,
+            q_norm: q_norm.affine((head_dim as f64).powf(-0.5), 0.0)?,
+            k_norm: k_norm.clone(),
+            output: Linear::load(q_width, hidden, bias, attn.pp("o_proj"))?,
+            post_norm: vb.get(hidden, "post_attention_layernorm.weight")?,
+            gate_up: Linear::stack(&[gate, up])?,
+            down: Linear::load(cfg.intermediate_size, hidden, false, mlp.pp("down_proj"))?,
+            heads: cfg.num_attention_heads,
+            kv_heads: cfg.num_key_value_heads,
+            head_dim,
+            intermediate: cfg.intermediate_size,
+            pattern,
+        };
+        Ok(LayerParts {
+            layer,
+            key,
+            value,
+            key_norm: k_norm,
+        })
+    }
+
+    /// `x` is `[batch * block, hidden]`, the blocks one after another; `kv` and `masks` have an entry
+    /// for each block; `rope` holds the rows' positions. `index` is this layer's number.
+    pub fn forward(
+        &self,
+        index: usize,
+        x: &Tensor,
+        kv: &[&SequenceKv],
+        masks: &[SequenceMasks],
+        rope: &RopeRows,
+        eps: f32,
+    ) -> Result<Tensor> {
+        let normed = rms_norm(x, &self.input_norm, eps)?;
+        let attended = self.attention(index, &normed, kv, masks, rope, eps)?;
+        let x = (x + self.output.forward(&attended)?)?;
+        let normed = rms_norm(&x, &self.post_norm, eps)?;
+        Ok((x + self.mlp(&normed)?)?)
+    }
+
+    /// `[rows, hidden]` to `[rows, heads * head_dim]`.
+    fn attention(
+        &self,
+        index: usize,
+        x: &Tensor,
+        kv: &[&SequenceKv],
+        masks: &[SequenceMasks],
+        rope: &RopeRows,
+        eps: f32,
+    ) -> Result<Tensor> {
+        let rows = x.dim(0)?;
+        let block = rows / kv.len();
+        let group = self.heads / self.kv_heads;
+        // [rows, (heads + 2 kv_heads) * head_dim] -> [heads + 2 kv_heads, rows, head_dim]
+        let qkv = self
+            .qkv
+            .forward(x)?
+            .reshape((rows, self.heads + 2 * self.kv_heads, self.head_dim))?
+            .transpose(0, 1)?
+            .contiguous()?;
+        let q = qkv.narrow(0, 0, self.heads)?;
+        let k = qkv.narrow(0, self.heads, self.kv_heads)?;
+        let v = qkv.narrow(0, self.heads + self.kv_heads, self.kv_heads)?;
+        let q = self.norm_and_rotate(&q, &self.q_norm, rope, eps)?;
+        let k = self.norm_and_rotate(&k, &self.k_norm, rope, eps)?;
+        let mut outputs = Vec::with_capacity(kv.len());
+        for (b, (kv, masks)) in kv.iter().zip(masks).enumerate() {
+            let mask = &masks[self.pattern];
+            let context = match mask.context {
+                0 => None,
+                len => Some(kv.layer_range(index, mask.start, len)?),
+            };
+            let of_block = |t: &Tensor| t.narrow(1, b * block, block);
+            // [heads, block, head_dim] -> [kv_heads, group * block, head_dim]
+            let q = of_block(&q)?.reshape((self.kv_heads, group * block, self.head_dim))?;
+            let k = of_block(&k)?.contiguous()?;
+            let v = of_block(&v)?.contiguous()?;
+            let out = attend(&q, context, (k, v), mask)?;
+            outputs.push(out.reshape((self.heads, block, self.head_dim))?);
+        }
+        let out = match outputs.as_slice() {
+            [one] => one.clone(),
+            _ => Tensor::cat(&outputs, 1)?,
+        };
+        // [heads, rows, head_dim] -> [rows, heads * head_dim]
+        Ok(out
+            .transpose(0, 1)?
+            .reshape((rows, self.heads * self.head_dim))?)
+    }
+
+    /// RMS norm over each head and RoPE, both in f32, of `[heads, rows, head_dim]`.
+    fn norm_and_rotate(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        rope: &RopeRows,
+        eps: f32,
+    ) -> Result<Tensor> {
+        let normed = rms_norm(&x.to_dtype(DType::F32)?, weight, eps)?;
+        Ok(rope.rotate(&normed)?.to_dtype(x.dtype())?)
+    }
+
+    /// `[rows, hidden]` to `[rows, hidden]`.
+    fn mlp(&self, x: &Tensor) -> Result<Tensor> {
+        let both = self.gate_up.forward(x)?;
+        let gate = both.narrow(1, 0, self.intermediate)?;
+        let up = both.narrow(1, self.intermediate, self.intermediate)?;
+        self.down.forward(&(gate.silu()? * up)?)
+    }
+}

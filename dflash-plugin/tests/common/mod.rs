@@ -1,0 +1,72 @@
+//! Helpers of the integration tests.
+#![allow(dead_code)] // each test binary uses a part
+
+pub mod configs;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor, D};
+use dflash_plugin::draft::DraftModel;
+use dflash_plugin::kv::SequenceKv;
+
+/// The largest relative error, in the Euclidean norm of a row, that f32 results may have.
+pub const TOLERANCE: f64 = 1e-4;
+
+pub fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
+}
+
+/// The trained draft model of the repository.
+pub fn smollm2_drafter() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/smollm2-135m-dflash")
+}
+
+pub fn load(path: &Path) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(path, &Device::Cpu)
+        .unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// The largest relative error over the rows (last dimension) of two tensors of one shape.
+pub fn worst_row_error(found: &Tensor, expected: &Tensor) -> f64 {
+    assert_eq!(found.dims(), expected.dims());
+    let rows = |t: &Tensor| {
+        let width = t.dim(D::Minus1).unwrap();
+        let t = t.to_dtype(DType::F64).unwrap().contiguous().unwrap();
+        t.reshape(((), width)).unwrap().to_vec2::<f64>().unwrap()
+    };
+    let norm = |xs: &[f64]| xs.iter().map(|x| x * x).sum::<f64>().sqrt();
+    rows(found)
+        .iter()
+        .zip(rows(expected))
+        .map(|(found, expected)| {
+            let difference: Vec<f64> = found.iter().zip(&expected).map(|(a, b)| a - b).collect();
+            norm(&difference) / norm(&expected).max(f64::MIN_POSITIVE)
+        })
+        .fold(0.0, |worst, error| {
+            if error > worst || error.is_nan() {
+                error
+            } else {
+                worst
+            }
+        })
+}
+
+#[track_caller]
+pub fn assert_close(what: &str, found: &Tensor, expected: &Tensor) {
+    let error = worst_row_error(found, expected);
+    assert!(
+        error < TOLERANCE,
+        "{what}: relative error {error:.2e}, allowed {TOLERANCE:.0e}"
+    );
+}
+
+/// Fuses, projects and appends new context rows at the end of `kv`; returns the context features.
+pub fn materialize(model: &DraftModel, kv: &mut SequenceKv, taps: &Tensor) -> Tensor {
+    let fused = model.fuse(taps).unwrap();
+    let rows = fused.dim(0).unwrap();
+    let positions: Vec<usize> = (kv.len()..kv.len() + rows).collect();
+    kv.append(model.context_kv(&fused, &positions).unwrap())
+        .unwrap();
+    fused
+}

@@ -1,0 +1,250 @@
+//! A `config.json` that is wrong, contradicts itself or belongs to another kind of draft model is
+//! refused with the key.
+
+mod common;
+
+use common::configs::{assert_refused, assert_unsupported, nested, parse, with};
+use dflash_plugin::config::DraftConfig;
+use serde_json::{json, Value};
+
+#[test]
+fn text_that_is_no_config_is_refused() {
+    for (text, part) in [
+        ("{", "not valid JSON"),
+        ("[]", "expected an object, found []"),
+    ] {
+        let error = DraftConfig::from_json(text).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    assert_refused(
+        with(json!({"dflash_config": 3})),
+        &["dflash_config", "expected an object"],
+    );
+}
+
+#[test]
+fn every_required_key_is_named_when_missing() {
+    for key in [
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "vocab_size",
+        "max_position_embeddings",
+        "rope_theta",
+    ] {
+        assert_refused(with(json!({ key: null })), &[key, "missing", "add it"]);
+        assert_refused(with(json!({ key: "x" })), &[key, "expected a", "\"x\""]);
+        assert_refused(with(json!({ key: 0 })), &[key, "found 0"]);
+        assert_refused(with(json!({ key: true })), &[key, "true"]);
+        assert_refused(with(json!({ key: -1 })), &[key, "-1"]);
+    }
+    assert_refused(with(json!({"hidden_size": 1u64 << 60})), &["hidden_size"]);
+    assert_refused(
+        with(json!({"num_hidden_layers": 1e6})),
+        &["num_hidden_layers"],
+    );
+}
+
+#[test]
+fn contradictions_name_their_keys_and_numbers() {
+    assert_refused(
+        with(json!({"num_key_value_heads": 3})),
+        &[
+            "num_key_value_heads",
+            "divisor of `num_attention_heads` 4, found 3",
+        ],
+    );
+    assert_refused(with(json!({"head_dim": 15})), &["head_dim", "even", "15"]);
+    assert_refused(
+        with(json!({"head_dim": null, "hidden_size": 66})),
+        &["head_dim", "missing", "66", "add `head_dim`"],
+    );
+    assert_refused(
+        nested(json!({"block_size": 1})),
+        &["dflash_config.block_size", "at least 2"],
+    );
+    assert_refused(
+        nested(json!({"block_size": 513})),
+        &["block_size", "512, found 513"],
+    );
+    assert_refused(
+        nested(json!({"target_layer_ids": []})),
+        &["dflash_config.target_layer_ids", "found 0"],
+    );
+    assert_refused(
+        nested(json!({"target_layer_ids": [1, 5, 1]})),
+        &["target_layer_ids", "1 twice"],
+    );
+    assert_refused(
+        nested(json!({"target_layer_ids": [1, 12]})),
+        &["target_layer_ids", "below `num_target_layers` 12, found 12"],
+    );
+    assert_refused(
+        nested(json!({"target_layer_ids": [1, -2]})),
+        &["target_layer_ids[1]", "-2"],
+    );
+    assert_refused(
+        with(json!({"layer_types": ["full_attention"]})),
+        &["layer_types", "`num_hidden_layers` 2 layers, found 1"],
+    );
+    let sliding = json!(["sliding_attention", "full_attention"]);
+    assert_refused(
+        with(json!({ "layer_types": sliding })),
+        &["sliding_window", "missing", "add the window"],
+    );
+    assert_refused(
+        with(json!({"layer_types": sliding, "sliding_window": 8, "use_sliding_window": false})),
+        &["use_sliding_window", "`layer_types` has sliding layers"],
+    );
+    assert_refused(
+        with(json!({"sliding_window": 8, "use_sliding_window": true})),
+        &["layer_types", "missing while `use_sliding_window` is true"],
+    );
+    assert_refused(
+        with(json!({"rope_scaling": {"rope_type": "linear", "factor": 2, "rope_theta": 5.0}})),
+        &[
+            "rope_theta",
+            "10000.0 contradicts `rope_scaling.rope_theta` = 5.0",
+        ],
+    );
+    assert_refused(
+        with(json!({"is_neox_style": true, "rope_is_neox_style": false})),
+        &["is_neox_style", "contradicts"],
+    );
+}
+
+#[test]
+fn rope_scaling_without_its_numbers_is_refused() {
+    let scaling = |table: Value| with(json!({ "rope_scaling": table }));
+    assert_refused(
+        scaling(json!({"rope_type": "linear"})),
+        &["rope_scaling.factor", "missing"],
+    );
+    assert_refused(
+        scaling(json!({"rope_type": "linear", "factor": 0.5})),
+        &["at least 1", "0.5"],
+    );
+    let llama3 =
+        json!({"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4});
+    assert_refused(scaling(llama3), &["high_freq_factor", "more than"]);
+    let llama3 =
+        json!({"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4});
+    assert_refused(
+        scaling(llama3),
+        &["rope_scaling.original_max_position_embeddings", "missing"],
+    );
+    assert_refused(scaling(json!(7)), &["rope_scaling", "expected an object"]);
+}
+
+#[test]
+fn other_kinds_of_draft_model_are_refused_by_name() {
+    let architecture = |name: &str| with(json!({ "architectures": [name] }));
+    assert_unsupported(
+        architecture("DFlash2DraftModel"),
+        &["architectures", "DFlash 2"],
+    );
+    assert_unsupported(
+        architecture("Qwen3DSparkModel"),
+        &["DSpark", "DFlashDraftModel"],
+    );
+    assert_unsupported(architecture("MuseGlimmerAssistantModel"), &["Muse-Glimmer"]);
+    assert_unsupported(
+        architecture("LlamaForCausalLM"),
+        &["not a DFlash draft model"],
+    );
+    for (edit, parts) in [
+        (
+            json!({"conv_kernel_size": 2}),
+            ["dflash_config.conv_kernel_size", "DFlash 2"],
+        ),
+        (
+            json!({"selector_rank": 256}),
+            ["dflash_config.selector_rank", "DFlash 2"],
+        ),
+        (
+            json!({"markov_rank": 8}),
+            ["dflash_config.markov_rank", "DSpark"],
+        ),
+        (
+            json!({"projector_type": "domino"}),
+            ["dflash_config.projector_type", "Domino"],
+        ),
+        (
+            json!({"shift_label": true}),
+            ["dflash_config.shift_label", "Domino"],
+        ),
+        (json!({"use_swa": true}), ["dflash_config.use_swa", "MiMo"]),
+        (
+            json!({"attention_sink_bias": true}),
+            ["attention_sink_bias", "sinks"],
+        ),
+        (
+            json!({"attention_value_scale": 0.7}),
+            ["attention_value_scale", "0.7"],
+        ),
+        (json!({"attention_mode": "mla"}), ["attention_mode", "mla"]),
+    ] {
+        assert_unsupported(nested(edit), &parts);
+    }
+    for (edit, parts) in [
+        (
+            json!({"sample_from_anchor": true}),
+            ["sample_from_anchor", "speculators"],
+        ),
+        (
+            json!({"draft_vocab_size": 80}),
+            ["draft_vocab_size", "speculators"],
+        ),
+        (
+            json!({"speculators_model_type": "dflash"}),
+            ["speculators_model_type", "convert"],
+        ),
+        (
+            json!({"aux_hidden_state_layer_ids": [2, 10]}),
+            ["aux_hidden_state_layer_ids", "shifted"],
+        ),
+        (
+            json!({"hidden_act": "gelu"}),
+            ["hidden_act", "expected \"silu\""],
+        ),
+        (
+            json!({"partial_rotary_factor": 0.5}),
+            ["partial_rotary_factor", "0.5"],
+        ),
+        (
+            json!({"quantization_config": {"bits": 4}}),
+            ["quantization_config", "quantised"],
+        ),
+        (json!({"mlp_bias": true}), ["mlp_bias", "biases"]),
+        (
+            json!({"rope_scaling": {"rope_type": "longrope"}}),
+            ["rope_scaling.rope_type", "longrope"],
+        ),
+        (
+            json!({"layer_types": ["full_attention", "linear_attention"]}),
+            ["layer_types[1]", "linear"],
+        ),
+        (
+            json!({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
+            ["rope_parameters.full_attention", "each layer type"],
+        ),
+    ] {
+        assert_unsupported(with(edit), &parts);
+    }
+}
+
+#[test]
+fn features_that_are_switched_off_are_accepted() {
+    parse(&nested(json!({
+        "markov_rank": 0, "use_swa": false, "attention_sink_bias": false, "shift_label": false,
+        "projector_type": "dflash", "attention_value_scale": 1.0, "pure_draft_prefix_len": 1
+    })));
+    parse(&with(json!({
+        "sample_from_anchor": false, "draft_vocab_size": 160, "quantization_config": null,
+        "hidden_act": "silu", "rope_scaling": null, "sliding_window": null,
+        "use_sliding_window": false, "max_window_layers": 2, "architectures": null
+    })));
+}
