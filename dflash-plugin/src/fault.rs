@@ -1,0 +1,18 @@
+//! A hook that makes a step fail on purpose, for tests of invariant I5. Nothing sets it but code
+//! that builds a [`crate::DFlashMethod`] itself; no flag, file or request reaches it.
+
+use std::sync::Arc;
+
+/// Where a step can be made to fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultPoint {
+    /// Before the draft model runs.
+    Draft,
+    /// After the target's verify pass has written its KV rows.
+    Verify,
+    /// Before the features of a prompt or plain step are materialized.
+    Materialize,
+}
+
+/// Says whether to fail at this point, each time it is passed.
+pub type FaultHook = Arc<dyn Fn(FaultPoint) -> bool + Send + Sync>;

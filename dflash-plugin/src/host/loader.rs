@@ -1,0 +1,131 @@
+//! Loads the target through its own loader, then the drafter, and joins them.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use candle_core::Device;
+use mistralrs_core::{
+    DeviceMapSetting, IsqType, Loader, ModelKind, ModelPaths, PagedAttentionConfig, Pipeline,
+    SpeculativeOptions, TokenSource, TryIntoDType,
+};
+use tokio::sync::Mutex;
+
+use super::{method::Hooks, pairing, pipeline::DFlashPipeline, source};
+use crate::checkpoint::Checkpoint;
+
+type LoadedPipeline = Arc<Mutex<dyn Pipeline + Send + Sync>>;
+
+/// Wraps a target's loader.
+pub struct DFlashLoader {
+    target: Box<dyn Loader>,
+    draft_model: String,
+    block_size: Option<usize>,
+    hooks: Hooks,
+}
+
+impl DFlashLoader {
+    /// # Errors
+    /// If the options name no draft model or an impossible block size.
+    pub(super) fn new(
+        target: Box<dyn Loader>,
+        options: &SpeculativeOptions,
+        hooks: Hooks,
+    ) -> Result<Self> {
+        let draft_model = options.draft_model.clone().context(
+            "speculative method `dflash` needs a draft model: give --speculative-draft-model, or \
+             draft_model in [models.speculative]",
+        )?;
+        if let Some(block_size) = options.block_size.filter(|size| *size < 2) {
+            anyhow::bail!(
+                "speculative block size {block_size}: a block is the last token and at least one \
+                 draft, so give 2 or more (--speculative-block-size, or block_size in \
+                 [models.speculative])"
+            );
+        }
+        Ok(Self {
+            target,
+            draft_model,
+            block_size: options.block_size,
+            hooks,
+        })
+    }
+
+    fn attach(
+        &self,
+        target: LoadedPipeline,
+        token_source: &TokenSource,
+        silent: bool,
+    ) -> Result<LoadedPipeline> {
+        // The target's loader has handed out the only handle, so this lock is free and stays ours.
+        let target = target
+            .try_lock_owned()
+            .context("the target's pipeline is in use while it is being loaded")?;
+        let folder = source::resolve(&self.draft_model, token_source, silent)?;
+        let attach = || -> Result<DFlashPipeline> {
+            let checkpoint = Checkpoint::open(&folder)?;
+            let worker = pairing::join(&*target, &checkpoint, self.block_size)?;
+            tracing::info!("{}", pairing::describe(&*target, &self.draft_model, &checkpoint, &worker)?);
+            Ok(DFlashPipeline::new(target, worker, self.hooks.clone()))
+        };
+        let pipeline = attach().with_context(|| {
+            format!("cannot use draft model `{}` ({})", self.draft_model, folder.display())
+        })?;
+        Ok(Arc::new(Mutex::new(pipeline)))
+    }
+}
+
+impl Loader for DFlashLoader {
+    fn load_model_from_hf(
+        &self,
+        revision: Option<String>,
+        token_source: TokenSource,
+        dtype: &dyn TryIntoDType,
+        device: &Device,
+        silent: bool,
+        mapper: DeviceMapSetting,
+        in_situ_quant: Option<IsqType>,
+        paged_attn_config: Option<PagedAttentionConfig>,
+    ) -> Result<LoadedPipeline> {
+        let target = self.target.load_model_from_hf(
+            revision,
+            token_source.clone(),
+            dtype,
+            device,
+            silent,
+            mapper,
+            in_situ_quant,
+            paged_attn_config,
+        )?;
+        self.attach(target, &token_source, silent)
+    }
+
+    fn load_model_from_path(
+        &self,
+        paths: &Box<dyn ModelPaths>,
+        dtype: &dyn TryIntoDType,
+        device: &Device,
+        silent: bool,
+        mapper: DeviceMapSetting,
+        in_situ_quant: Option<IsqType>,
+        paged_attn_config: Option<PagedAttentionConfig>,
+    ) -> Result<LoadedPipeline> {
+        let target = self.target.load_model_from_path(
+            paths,
+            dtype,
+            device,
+            silent,
+            mapper,
+            in_situ_quant,
+            paged_attn_config,
+        )?;
+        self.attach(target, &TokenSource::CacheToken, silent)
+    }
+
+    fn get_id(&self) -> String {
+        self.target.get_id()
+    }
+
+    fn get_kind(&self) -> ModelKind {
+        self.target.get_kind()
+    }
+}

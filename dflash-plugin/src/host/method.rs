@@ -1,0 +1,76 @@
+//! The speculative method that a binary registers.
+
+use mistralrs_core::{Loader, SpeculativeMethod, SpeculativeOptions};
+
+use super::loader::DFlashLoader;
+use crate::fault::{FaultHook, FaultPoint};
+use crate::stats::Stats;
+use crate::trace::Observer;
+
+/// DFlash, to be given to `mistralrs_cli::run` or to a `LoaderBuilder`.
+#[derive(Default)]
+pub struct DFlashMethod {
+    hooks: Hooks,
+}
+
+/// Where a pipeline hooks what it does, and what a test makes it do.
+#[derive(Clone, Default)]
+pub struct Hooks {
+    pub stats: Stats,
+    pub observer: Option<Observer>,
+    pub fault: Option<FaultHook>,
+}
+
+impl Hooks {
+    /// An error if the fault hook wants one here.
+    pub fn fault_at(&self, point: FaultPoint) -> candle_core::Result<()> {
+        match &self.fault {
+            Some(hook) if hook(point) => candle_core::bail!("injected fault at {point:?}"),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl DFlashMethod {
+    /// The name that selects the method: `--speculative dflash`, `method = "dflash"`.
+    pub const NAME: &'static str = "dflash";
+
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Call `observer` after every verified block.
+    pub fn with_observer(mut self, observer: Observer) -> Self {
+        self.hooks.observer = Some(observer);
+        self
+    }
+
+    /// Let `hook` make steps fail: for tests.
+    pub fn with_fault(mut self, hook: FaultHook) -> Self {
+        self.hooks.fault = Some(hook);
+        self
+    }
+
+    /// Counters of all models that this method was attached to.
+    pub fn stats(&self) -> &Stats {
+        &self.hooks.stats
+    }
+}
+
+impl SpeculativeMethod for DFlashMethod {
+    fn name(&self) -> &str {
+        Self::NAME
+    }
+
+    fn wrap(
+        &self,
+        target: Box<dyn Loader>,
+        options: &SpeculativeOptions,
+    ) -> anyhow::Result<Box<dyn Loader>> {
+        Ok(Box::new(DFlashLoader::new(
+            target,
+            options,
+            self.hooks.clone(),
+        )?))
+    }
+}

@@ -1,0 +1,25 @@
+//! The only part of the crate that names mistral.rs types.
+//!
+//! | file | concept |
+//! | --- | --- |
+//! | `method` | [`DFlashMethod`]: what a binary registers under the name `dflash` |
+//! | `loader` | loads target and drafter, wraps the target's pipeline |
+//! | `source` | where a drafter comes from: folder or hub |
+//! | `pairing` | do target and drafter fit: checked at load, with numbers |
+//! | `pipeline` | [`DFlashPipeline`](pipeline::DFlashPipeline): the host's `Pipeline`, delegated |
+//! | `step` | one engine step: plan, draft, verify, accept, commit; or plain with commit |
+//! | `verify` | the verify pass on the host's normal KV cache, and its rollback |
+//! | `state` | the draft KV that a host `Sequence` owns |
+
+mod loader;
+mod method;
+mod pairing;
+mod pipeline;
+mod source;
+mod state;
+mod step;
+mod verify;
+
+pub use loader::DFlashLoader;
+pub use method::DFlashMethod;
+pub use pipeline::DFlashPipeline;

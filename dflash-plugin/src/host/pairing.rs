@@ -1,0 +1,161 @@
+//! Do target and drafter fit? Everything is checked at load, and every error has both numbers.
+
+use candle_core::{DType, Tensor, D};
+use mistralrs_core::plugin::{EitherCache, KvCache};
+use mistralrs_core::Pipeline;
+
+use super::pipeline::HostHead;
+use crate::checkpoint::Checkpoint;
+use crate::config::DraftConfig;
+use crate::error::{DFlashError, Result};
+use crate::mask_token::resolve_mask_token;
+use crate::worker::{DFlashWorker, TargetHead};
+
+/// Target families that lend a draft model what it needs, as users name them.
+pub const SUPPORTED_TARGETS: &[&str] = &["llama (safetensors)", "llama (GGUF)"];
+
+/// What the drafter must fit.
+struct TargetShape {
+    layers: usize,
+    hidden: usize,
+    vocab: usize,
+}
+
+/// Check the pair, load the drafter next to the target, and switch the target's taps on.
+///
+/// # Errors
+/// If the target is not supported, or target and drafter do not fit.
+pub fn join(
+    target: &(dyn Pipeline + Send + Sync),
+    checkpoint: &Checkpoint,
+    block_size: Option<usize>,
+) -> Result<DFlashWorker> {
+    let shape = check_target(target)?;
+    let config = checkpoint.config();
+    let taps = check_pair(&shape, config)?;
+    let tokenizer = target
+        .tokenizer()
+        .ok_or_else(|| unsupported(target, "it has no tokenizer"))?;
+    let mask_token = resolve_mask_token(
+        config,
+        &|token| tokenizer.token_to_id(token),
+        shape.vocab,
+    )?;
+    let dtype = target.get_metadata().activation_dtype;
+    let model = checkpoint.load(dtype, &target.device())?;
+    let block_size = block_size.unwrap_or(config.block_size);
+    let worker = DFlashWorker::new(model, mask_token, block_size)?;
+    match target.hidden_taps() {
+        Some(hidden_taps) => hidden_taps.set_layers(&taps, shape.layers)?,
+        None => return Err(unsupported(target, "its layer outputs cannot be captured")),
+    }
+    Ok(worker)
+}
+
+fn unsupported(target: &(dyn Pipeline + Send + Sync), why: &str) -> DFlashError {
+    DFlashError::unsupported(
+        format!("target {}", target.name()),
+        format!(
+            "{why}. Targets that can be used with DFlash: {}",
+            SUPPORTED_TARGETS.join(", ")
+        ),
+    )
+}
+
+fn check_target(target: &(dyn Pipeline + Send + Sync)) -> Result<TargetShape> {
+    let metadata = target.get_metadata();
+    let Some(head) = target.speculative_target() else {
+        return Err(unsupported(
+            target,
+            "its family does not lend its embedding and output head",
+        ));
+    };
+    if metadata.cache_engine.is_some() {
+        return Err(unsupported(
+            target,
+            "it runs with paged attention, which DFlash cannot use yet; add --paged-attn off",
+        ));
+    }
+    if metadata.no_kv_cache {
+        return Err(unsupported(target, "its KV cache is off; leave --no-kv-cache out"));
+    }
+    let normal_cache = match target.cache() {
+        EitherCache::Normal(cache) => cache
+            .lock()
+            .map(|cache| cache.0.iter().all(|layer| matches!(layer, KvCache::Normal { .. })))
+            .unwrap_or(false),
+        _ => false,
+    };
+    if !normal_cache {
+        return Err(unsupported(
+            target,
+            "its KV cache cannot be rolled back (sliding window or recurrent layers)",
+        ));
+    }
+    // Ask the model itself: its config is not always at hand (GGUF), and can differ (padding).
+    let head = HostHead(head);
+    let one = Tensor::zeros(1, DType::U32, &target.device())?;
+    let embedding = head.embed(&one)?;
+    let vocab = head.logits(&embedding)?.dim(D::Minus1)?;
+    Ok(TargetShape {
+        layers: metadata.num_hidden_layers,
+        hidden: embedding.dim(D::Minus1)?,
+        vocab,
+    })
+}
+
+/// Returns the layers to tap, in the order of fc's input columns.
+fn check_pair(target: &TargetShape, config: &DraftConfig) -> Result<Vec<usize>> {
+    let sizes = [
+        ("hidden size (`hidden_size`)", config.hidden_size, target.hidden),
+        (
+            "hidden size of the tapped layers (`target_hidden_size`)",
+            config.target_hidden_size,
+            target.hidden,
+        ),
+        ("vocabulary (`vocab_size`)", config.vocab_size, target.vocab),
+    ];
+    for (what, draft, target) in sizes {
+        if draft != target {
+            return Err(DFlashError::Pair {
+                what: what.into(),
+                draft,
+                target,
+                fix: "use the draft model that was trained for this target".into(),
+            });
+        }
+    }
+    config.target_layer_ids(target.layers)
+}
+
+/// The start-up line.
+pub fn describe(
+    target: &(dyn Pipeline + Send + Sync),
+    draft_model: &str,
+    checkpoint: &Checkpoint,
+    worker: &DFlashWorker,
+) -> Result<String> {
+    let config = worker.config();
+    let metadata = target.get_metadata();
+    let dtype = metadata.activation_dtype;
+    let family = target
+        .speculative_target()
+        .map_or("unknown", |target| target.family());
+    let kv_per_token = 2
+        * config.num_hidden_layers
+        * config.num_key_value_heads
+        * config.head_dim
+        * dtype.size_in_bytes();
+    Ok(format!(
+        "DFlash: target {} ({family}, {} layers), drafter {draft_model} ({} layers, {:.1} M \
+         parameters, {:.1} MB as {dtype:?}, draft KV {:.1} KB a token), taps {:?}, block size {}",
+        target.name(),
+        metadata.num_hidden_layers,
+        config.num_hidden_layers,
+        checkpoint.num_parameters() as f64 / 1e6,
+        checkpoint.bytes(dtype) as f64 / 1e6,
+        kv_per_token as f64 / 1e3,
+        config.target_layer_ids(metadata.num_hidden_layers)?,
+        worker.block_size(),
+    ))
+}

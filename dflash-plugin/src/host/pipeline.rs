@@ -1,0 +1,197 @@
+//! The host's `Pipeline` around a target's pipeline.
+
+use std::any::Any;
+use std::sync::{atomic::AtomicUsize, Arc};
+use std::time::Duration;
+
+use anyhow::Result;
+use candle_core::{Device, Tensor};
+use mistralrs_core::plugin::{
+    AnyMoePipelineMixin, CacheBackendMetadata, CacheManagerMixin, DeviceMapper, EitherCache,
+    ForwardInputsResult, GeneralMetadata, HiddenTaps, IsqPipelineMixin, MetadataMixin,
+    PrefixCacheManagerV2, PreProcessingMixin, Processor, Sequence, SpeculativeTarget,
+};
+use mistralrs_core::{ChatTemplate, IsqType, ModelCategory, ModelGenerationDefaults, Pipeline};
+use rand_isaac::Isaac64Rng;
+use tokenizers::Tokenizer;
+use tokio::sync::OwnedMutexGuard;
+
+use super::method::Hooks;
+use crate::worker::{DFlashWorker, TargetHead};
+
+/// The target's pipeline, held locked for good: nobody else has a handle on it.
+pub type Target = OwnedMutexGuard<dyn Pipeline + Send + Sync>;
+
+/// A target that speculates. Everything but [`Pipeline::step`] is the target's own.
+pub struct DFlashPipeline {
+    pub(super) target: Target,
+    pub(super) worker: DFlashWorker,
+    pub(super) hooks: Hooks,
+}
+
+impl DFlashPipeline {
+    /// `worker` must come from [`super::pairing::join`] with the same target.
+    pub(super) fn new(target: Target, worker: DFlashWorker, hooks: Hooks) -> Self {
+        Self {
+            target,
+            worker,
+            hooks,
+        }
+    }
+
+    /// The target's embedding and head. Checked at load, so an error here is a broken host.
+    pub(super) fn head(&self) -> candle_core::Result<HostHead<'_>> {
+        self.target.speculative_target().map(HostHead).ok_or_else(|| {
+            candle_core::Error::msg("the target lends no embedding and head any more")
+        })
+    }
+
+    pub(super) fn taps(&self) -> candle_core::Result<&HiddenTaps> {
+        self.target
+            .hidden_taps()
+            .ok_or_else(|| candle_core::Error::msg("the target has no hidden-state taps any more"))
+    }
+}
+
+/// The core ring's view of the host's [`SpeculativeTarget`].
+pub struct HostHead<'a>(pub &'a dyn SpeculativeTarget);
+
+impl TargetHead for HostHead<'_> {
+    fn embed(&self, ids: &Tensor) -> candle_core::Result<Tensor> {
+        self.0.embed_tokens(ids)
+    }
+
+    fn logits(&self, hidden: &Tensor) -> candle_core::Result<Tensor> {
+        self.0.project_logits(hidden)
+    }
+}
+
+#[async_trait::async_trait]
+impl Pipeline for DFlashPipeline {
+    fn forward_inputs(
+        &mut self,
+        inputs: Box<dyn Any>,
+        return_raw_logits: bool,
+    ) -> candle_core::Result<ForwardInputsResult> {
+        self.target.forward_inputs(inputs, return_raw_logits)
+    }
+
+    async fn step(
+        &mut self,
+        seqs: &mut [&mut Sequence],
+        is_prompt: bool,
+        return_raw_logits: bool,
+        prefix_cacher: &mut PrefixCacheManagerV2,
+        disable_eos_stop: bool,
+        rng: Arc<std::sync::Mutex<Isaac64Rng>>,
+        backend: CacheBackendMetadata,
+    ) -> candle_core::Result<Duration> {
+        let sampling = super::step::Sampling {
+            prefix_cacher,
+            disable_eos_stop,
+            rng,
+        };
+        self.run_step(seqs, is_prompt, return_raw_logits, sampling, backend)
+            .await
+    }
+
+    async fn sample_causal_gen(
+        &self,
+        seqs: &mut [&mut Sequence],
+        logits: Vec<Tensor>,
+        prefix_cacher: &mut PrefixCacheManagerV2,
+        disable_eos_stop: bool,
+        rng: Arc<std::sync::Mutex<Isaac64Rng>>,
+    ) -> candle_core::Result<()> {
+        self.target
+            .sample_causal_gen(seqs, logits, prefix_cacher, disable_eos_stop, rng)
+            .await
+    }
+
+    fn category(&self) -> ModelCategory {
+        self.target.category()
+    }
+
+    fn hidden_taps(&self) -> Option<&HiddenTaps> {
+        self.target.hidden_taps()
+    }
+
+    fn speculative_target(&self) -> Option<&dyn SpeculativeTarget> {
+        self.target.speculative_target()
+    }
+
+    fn encoder_cache_counters(&self) -> Option<(Arc<AtomicUsize>, Arc<AtomicUsize>)> {
+        self.target.encoder_cache_counters()
+    }
+}
+
+impl PreProcessingMixin for DFlashPipeline {
+    fn get_processor(&self) -> Arc<dyn Processor> {
+        self.target.get_processor()
+    }
+    fn get_chat_template(&self) -> Option<Arc<ChatTemplate>> {
+        self.target.get_chat_template()
+    }
+    fn get_input_processor_config(&self) -> Option<Arc<dyn Any>> {
+        self.target.get_input_processor_config()
+    }
+}
+
+impl IsqPipelineMixin for DFlashPipeline {
+    fn re_isq_model(&mut self, dtype: IsqType) -> Result<()> {
+        self.target.re_isq_model(dtype)
+    }
+}
+
+impl CacheManagerMixin for DFlashPipeline {
+    fn clone_in_cache(&self, seqs: &mut [&mut Sequence]) {
+        self.target.clone_in_cache(seqs)
+    }
+    fn clone_out_cache(&self, seqs: &mut [&mut Sequence]) {
+        self.target.clone_out_cache(seqs)
+    }
+    fn set_none_cache(
+        &self,
+        seqs: &mut [&mut Sequence],
+        reset_non_granular: bool,
+        modify_draft_cache: bool,
+        load_preallocated_cache: bool,
+    ) {
+        self.target.set_none_cache(
+            seqs,
+            reset_non_granular,
+            modify_draft_cache,
+            load_preallocated_cache,
+        )
+    }
+    fn cache(&self) -> &EitherCache {
+        self.target.cache()
+    }
+}
+
+impl MetadataMixin for DFlashPipeline {
+    fn device(&self) -> Device {
+        self.target.device()
+    }
+    fn tokenizer(&self) -> Option<Arc<Tokenizer>> {
+        self.target.tokenizer()
+    }
+    fn name(&self) -> String {
+        self.target.name()
+    }
+    fn reset_non_granular_state(&self) {
+        self.target.reset_non_granular_state()
+    }
+    fn get_metadata(&self) -> Arc<GeneralMetadata> {
+        self.target.get_metadata()
+    }
+    fn generation_defaults(&self) -> Option<ModelGenerationDefaults> {
+        self.target.generation_defaults()
+    }
+    fn device_mapper(&self) -> Option<&dyn DeviceMapper> {
+        self.target.device_mapper()
+    }
+}
+
+/// AnyMoE trains its gates before serving and takes the target's own loader, never this one.
+impl AnyMoePipelineMixin for DFlashPipeline {}

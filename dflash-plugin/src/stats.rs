@@ -1,0 +1,120 @@
+//! Counters of what speculation did, shared by everything that reports it.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Why a step was decoded without speculation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fallback {
+    /// The sequence has no draft KV for its whole context (a prefix-cache hit on an entry
+    /// without any).
+    NoDraftContext,
+    /// Fewer than two rows fit before the context end or the token limit.
+    NoRoom,
+    /// The draft model's positions end before the block's last one.
+    DraftContextEnd,
+    /// The draft model or the verify pass returned an error.
+    Error,
+}
+
+/// Counts since the start. `accepts[a]` is the number of verify steps that accepted `a` drafts.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
+pub struct StatsSnapshot {
+    /// Verify steps, one a sequence.
+    pub drafts: u64,
+    /// Draft tokens that were verified.
+    pub proposed: u64,
+    /// Draft tokens that were accepted.
+    pub accepted: u64,
+    /// Tokens emitted by verify steps, bonus tokens included.
+    pub emitted: u64,
+    /// Histogram of accept lengths.
+    pub accepts: Vec<u64>,
+    /// Steps decoded plainly, one a sequence, by reason.
+    pub fallbacks: BTreeMap<Fallback, u64>,
+}
+
+impl StatsSnapshot {
+    /// Mean tokens a verify step, bonus included (tau); `None` before the first step.
+    pub fn tau(&self) -> Option<f64> {
+        (self.drafts > 0).then(|| self.emitted as f64 / self.drafts as f64)
+    }
+
+    /// What was counted after `earlier`.
+    pub fn since(&self, earlier: &Self) -> Self {
+        let accepts = self
+            .accepts
+            .iter()
+            .enumerate()
+            .map(|(i, n)| n - earlier.accepts.get(i).copied().unwrap_or(0))
+            .collect();
+        let fallbacks = self
+            .fallbacks
+            .iter()
+            .map(|(k, n)| (*k, n - earlier.fallbacks.get(k).copied().unwrap_or(0)))
+            .filter(|(_, n)| *n > 0)
+            .collect();
+        Self {
+            drafts: self.drafts - earlier.drafts,
+            proposed: self.proposed - earlier.proposed,
+            accepted: self.accepted - earlier.accepted,
+            emitted: self.emitted - earlier.emitted,
+            accepts,
+            fallbacks,
+        }
+    }
+}
+
+/// A handle on the counters; clones count into the same ones.
+#[derive(Debug, Clone, Default)]
+pub struct Stats(Arc<Mutex<StatsSnapshot>>);
+
+impl Stats {
+    fn lock(&self) -> MutexGuard<'_, StatsSnapshot> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Count one verified block: drafts verified, drafts accepted, tokens emitted.
+    pub fn verified(&self, proposed: usize, accepted: usize, emitted: usize) {
+        let mut stats = self.lock();
+        stats.drafts += 1;
+        stats.proposed += proposed as u64;
+        stats.accepted += accepted as u64;
+        stats.emitted += emitted as u64;
+        if stats.accepts.len() <= accepted {
+            stats.accepts.resize(accepted + 1, 0);
+        }
+        stats.accepts[accepted] += 1;
+    }
+
+    /// Count one plain step of one sequence.
+    pub fn fell_back(&self, reason: Fallback) {
+        *self.lock().fallbacks.entry(reason).or_default() += 1;
+    }
+
+    pub fn snapshot(&self) -> StatsSnapshot {
+        self.lock().clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tau_counts_the_bonus_and_a_difference_counts_only_what_came_later() {
+        let stats = Stats::default();
+        assert_eq!(stats.snapshot().tau(), None);
+        stats.verified(7, 2, 3);
+        let before = stats.snapshot();
+        stats.verified(7, 0, 1);
+        stats.fell_back(Fallback::NoRoom);
+        let all = stats.snapshot();
+        assert_eq!(all.tau(), Some(2.0));
+        let later = all.since(&before);
+        assert_eq!(later.tau(), Some(1.0));
+        assert_eq!(later.accepts, vec![1, 0, 0]);
+        assert_eq!(later.fallbacks[&Fallback::NoRoom], 1);
+    }
+}

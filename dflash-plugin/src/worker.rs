@@ -1,0 +1,126 @@
+//! The engine-agnostic half of a speculative step: tensors and tokens in, tokens out.
+//!
+//! One step of a sequence with `n` committed tokens is: [`DFlashWorker::draft`] a block behind the
+//! anchor at position `n`; the caller verifies it with one target forward; the caller walks the
+//! accept rule ([`crate::accept`]); [`DFlashWorker::materialize`] turns the target features of the
+//! verified rows into draft K/V. Prompt rows are materialized the same way.
+
+use candle_core::{DType, Tensor, D};
+
+use crate::config::DraftConfig;
+use crate::draft::DraftModel;
+use crate::error::{DFlashError, Result};
+use crate::kv::SequenceKv;
+
+/// The target's token embedding and output head, which the draft model borrows.
+pub trait TargetHead {
+    /// `[rows]` u32 to `[rows, hidden]`.
+    fn embed(&self, ids: &Tensor) -> candle_core::Result<Tensor>;
+    /// `[rows, hidden]` (after the draft model's final norm) to `[rows, vocab]`.
+    fn logits(&self, hidden: &Tensor) -> candle_core::Result<Tensor>;
+}
+
+/// One sequence to draft for.
+pub struct DraftJob<'a> {
+    /// Last committed token, at position `kv.len()`; its target KV is not written yet.
+    pub anchor: u32,
+    /// Draft K/V of positions `0..n`.
+    pub kv: &'a SequenceKv,
+}
+
+/// The draft model with what it needs to be run.
+pub struct DFlashWorker {
+    model: DraftModel,
+    mask_token: u32,
+    block_size: usize,
+}
+
+impl DFlashWorker {
+    /// `block_size`: anchor and drafts, `2..=` the checkpoint's.
+    ///
+    /// # Errors
+    /// If the block size is outside that range.
+    pub fn new(model: DraftModel, mask_token: u32, block_size: usize) -> Result<Self> {
+        let trained = model.config().block_size;
+        if !(2..=trained).contains(&block_size) {
+            return Err(DFlashError::config(
+                "block_size",
+                format!(
+                    "block size {block_size} is not between 2 and the draft model's own {trained}"
+                ),
+            ));
+        }
+        Ok(Self {
+            model,
+            mask_token,
+            block_size,
+        })
+    }
+
+    pub fn config(&self) -> &DraftConfig {
+        self.model.config()
+    }
+
+    pub fn mask_token(&self) -> u32 {
+        self.mask_token
+    }
+
+    /// Anchor and drafts.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Positions that the draft model's RoPE table and training configuration allow.
+    pub fn max_positions(&self) -> usize {
+        self.model.max_positions()
+    }
+
+    /// Draft K/V of a sequence that has none yet.
+    pub fn new_kv(&self) -> Result<SequenceKv> {
+        self.model.new_kv()
+    }
+
+    /// Draft `block_size - 1` tokens for every job in one forward pass (any context lengths).
+    ///
+    /// The block is `[anchor, MASK, ..]` at positions `n..n + block_size`; the drafts are the
+    /// argmax of the target's head on rows `1..`. Does not change the jobs' K/V.
+    pub fn draft(&self, target: &dyn TargetHead, jobs: &[DraftJob<'_>]) -> Result<Vec<Vec<u32>>> {
+        let (batch, block) = (jobs.len(), self.block_size);
+        let mut ids = vec![self.mask_token; batch * block];
+        for (row, job) in ids.chunks_mut(block).zip(jobs) {
+            row[0] = job.anchor;
+        }
+        let ids = Tensor::from_vec(ids, batch * block, self.model.device())?;
+        let embeds = target
+            .embed(&ids)?
+            .to_dtype(self.model.dtype())?
+            .reshape((batch, block, ()))?;
+        let kv: Vec<&SequenceKv> = jobs.iter().map(|job| job.kv).collect();
+        let hidden = self.model.forward_block(&embeds, &kv)?;
+        let width = hidden.dim(D::Minus1)?;
+        // [batch, block, hidden] -> [batch * (block - 1), hidden]: the anchor's row predicts nothing.
+        let hidden = hidden
+            .narrow(1, 1, block - 1)?
+            .reshape((batch * (block - 1), width))?;
+        let drafts = target
+            .logits(&hidden)?
+            .argmax(D::Minus1)?
+            .to_dtype(DType::U32)?
+            .to_vec1::<u32>()?;
+        Ok(drafts.chunks(block - 1).map(<[u32]>::to_vec).collect())
+    }
+
+    /// Append the draft K/V of `rows` new context rows at positions `kv.len()..`.
+    ///
+    /// `taps`: `[rows, taps * target_hidden]`, the target's tapped layer outputs side by side in
+    /// the order of the config's ids.
+    pub fn materialize(&self, kv: &mut SequenceKv, taps: &Tensor) -> Result<()> {
+        let taps = taps
+            .to_device(self.model.device())?
+            .to_dtype(self.model.dtype())?;
+        let fused = self.model.fuse(&taps)?;
+        let start = kv.len();
+        let positions: Vec<usize> = (start..start + fused.dim(0)?).collect();
+        kv.append(self.model.context_kv(&fused, &positions)?)
+    }
+}
