@@ -1,0 +1,362 @@
+//! The host's engine in this process: load a target with or without a draft model, send requests
+//! through the host's own queue, scheduler and sampler, and time what comes back.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{anyhow, bail, Context, Result};
+use candle_core::Tensor;
+use dflash_plugin::stats::StatsSnapshot;
+use dflash_plugin::DFlashMethod;
+use either::Either;
+use indexmap::IndexMap;
+use mistralrs_core::{
+    CustomLogitsProcessor, MistralRs, ModelDType, ModelSelected, NormalRequest, Request,
+    RequestMessage, Response, SamplingParams, Speculation, SpeculativeOptions, StopTokens,
+    TokenSource,
+};
+use mistralrs_server_core::mistralrs_for_server_builder::MistralRsForServerBuilder;
+use tokio::sync::mpsc::channel;
+
+/// A target model on disk.
+#[derive(Debug, Clone)]
+pub enum Target {
+    /// Folder in Hugging Face format.
+    Folder(PathBuf),
+    /// GGUF file.
+    Gguf(PathBuf),
+}
+
+impl Target {
+    /// A `.gguf` file or a folder.
+    pub fn at(path: &Path) -> Self {
+        match path.extension() {
+            Some(extension) if extension == "gguf" => Self::Gguf(path.into()),
+            _ => Self::Folder(path.into()),
+        }
+    }
+
+    /// As the host's loaders take it.
+    pub fn select(&self) -> Result<ModelSelected> {
+        match self {
+            Self::Folder(folder) => Ok(ModelSelected::Plain {
+                model_id: utf8(folder)?,
+                tokenizer_json: None,
+                arch: None,
+                dtype: ModelDType::F32,
+                topology: None,
+                organization: None,
+                write_uqff: None,
+                from_uqff: None,
+                imatrix: None,
+                calibration_file: None,
+                max_seq_len: MAX_SEQ_LEN,
+                max_batch_size: 1,
+                hf_cache_path: None,
+                matformer_config_path: None,
+                matformer_slice_name: None,
+            }),
+            Self::Gguf(file) => Ok(ModelSelected::GGUF {
+                tok_model_id: None,
+                quantized_model_id: utf8(file.parent().unwrap_or(Path::new(".")))?,
+                quantized_filename: utf8(Path::new(
+                    file.file_name().context("the GGUF path names no file")?,
+                ))?,
+                dtype: ModelDType::F32,
+                topology: None,
+                max_seq_len: MAX_SEQ_LEN,
+                max_batch_size: 1,
+            }),
+        }
+    }
+}
+
+const MAX_SEQ_LEN: usize = 4096;
+
+fn utf8(path: &Path) -> Result<String> {
+    path.to_str()
+        .map(str::to_string)
+        .with_context(|| format!("{} is not valid UTF-8", path.display()))
+}
+
+/// What to load.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    pub target: Target,
+    /// Draft model folder; `None` decodes plainly.
+    pub draft: Option<PathBuf>,
+    /// Anchor and drafts; `None` for the checkpoint's own.
+    pub block_size: Option<usize>,
+    /// Entries of the host's prefix cache; 0 turns it off, so that a repeated prompt is prefilled.
+    pub prefix_cache_n: usize,
+    pub max_seqs: usize,
+}
+
+impl Setup {
+    pub fn plain(target: &Path) -> Self {
+        Self {
+            target: Target::at(target),
+            draft: None,
+            block_size: None,
+            prefix_cache_n: 0,
+            max_seqs: 32,
+        }
+    }
+
+    pub fn dflash(target: &Path, draft: &Path, block_size: Option<usize>) -> Self {
+        Self {
+            draft: Some(draft.into()),
+            block_size,
+            ..Self::plain(target)
+        }
+    }
+}
+
+/// A loaded model behind the host's engine.
+pub struct Engine {
+    host: Arc<MistralRs>,
+    method: Arc<DFlashMethod>,
+}
+
+/// What to generate from.
+#[derive(Debug, Clone)]
+pub enum Prompt {
+    /// One user turn, through the model's chat template.
+    Chat(String),
+    /// Several turns, `(role, content)`.
+    Turns(Vec<(String, String)>),
+    /// Raw text.
+    Text(String),
+    /// Token ids as they are.
+    Tokens(Vec<u32>),
+}
+
+/// One request.
+#[derive(Debug, Clone)]
+pub struct Job {
+    pub prompt: Prompt,
+    pub max_tokens: usize,
+    /// 0 is greedy. (The host takes a missing temperature for 1.)
+    pub temperature: f64,
+    pub stop: Vec<String>,
+    /// Record token ids and the gap between the two best logits of each (greedy only).
+    pub record: bool,
+}
+
+impl Job {
+    pub fn greedy(prompt: Prompt, max_tokens: usize) -> Self {
+        Self {
+            prompt,
+            max_tokens,
+            temperature: 0.0,
+            stop: Vec::new(),
+            record: false,
+        }
+    }
+
+    pub fn recorded(mut self) -> Self {
+        self.record = true;
+        self
+    }
+}
+
+/// What came back.
+#[derive(Debug, Clone, Default)]
+pub struct Generation {
+    pub text: String,
+    pub finish_reason: String,
+    pub prompt_tokens: usize,
+    pub completion_tokens: usize,
+    /// From sending the request to the first token.
+    pub first_token: Duration,
+    /// From the first token to the end.
+    pub decode: Duration,
+    /// Token ids, if recorded.
+    pub tokens: Vec<u32>,
+    /// Best minus second-best logit of each token, if recorded.
+    pub gaps: Vec<f32>,
+}
+
+impl Generation {
+    /// Decoding speed without the prefill, in tokens a second: the first token comes from it.
+    pub fn tokens_per_second(&self) -> f64 {
+        self.completion_tokens.saturating_sub(1) as f64 / self.decode.as_secs_f64().max(1e-9)
+    }
+}
+
+impl Engine {
+    pub async fn load(setup: &Setup) -> Result<Self> {
+        Self::load_with(setup, DFlashMethod::new()).await
+    }
+
+    /// Load with a method of the caller's, such as one with an observer.
+    pub async fn load_with(setup: &Setup, method: DFlashMethod) -> Result<Self> {
+        let method = Arc::new(method);
+        let speculation = match &setup.draft {
+            Some(draft) => Some(Speculation::new(
+                method.clone(),
+                SpeculativeOptions {
+                    method: DFlashMethod::NAME.into(),
+                    draft_model: Some(utf8(draft)?),
+                    block_size: setup.block_size,
+                },
+            )),
+            None => None,
+        };
+        let host = MistralRsForServerBuilder::new()
+            .with_model(setup.target.select()?)
+            .with_cpu(true)
+            .with_max_seqs(setup.max_seqs)
+            .with_token_source(TokenSource::None)
+            .with_interactive_mode(true)
+            .with_prefix_cache_n(setup.prefix_cache_n)
+            .with_speculation(speculation)
+            .build()
+            .await?;
+        Ok(Self { host, method })
+    }
+
+    /// What speculation did so far.
+    pub fn stats(&self) -> StatsSnapshot {
+        self.method.stats().snapshot()
+    }
+
+    pub fn host(&self) -> &Arc<MistralRs> {
+        &self.host
+    }
+
+    /// Run one request to its end; `on_text` gets each piece of text as it comes.
+    pub async fn generate(&self, job: &Job, mut on_text: impl FnMut(&str)) -> Result<Generation> {
+        let (sender, mut receiver) = channel(4096);
+        let recorder = Recorder::default();
+        let mut request = NormalRequest::new_simple(
+            messages(&job.prompt),
+            SamplingParams {
+                temperature: Some(job.temperature),
+                max_len: Some(job.max_tokens),
+                stop_toks: (!job.stop.is_empty()).then(|| StopTokens::Seqs(job.stop.clone())),
+                ..SamplingParams::neutral()
+            },
+            sender,
+            self.host.next_request_id(),
+            None,
+            None,
+        );
+        request.is_streaming = true;
+        if job.record {
+            request.logits_processors = Some(vec![Arc::new(recorder.clone())]);
+        }
+        let start = Instant::now();
+        self.host
+            .get_sender(None)
+            .map_err(|error| anyhow!("the engine is gone: {error:?}"))?
+            .send(Request::Normal(Box::new(request)))
+            .await
+            .map_err(|_| anyhow!("the engine has stopped"))?;
+        let mut out = Generation::default();
+        let mut first = None;
+        let mut pieces = 0;
+        while let Some(response) = receiver.recv().await {
+            let (text, finish, usage) = match response {
+                Response::Chunk(chunk) => {
+                    let choice = chunk.choices.into_iter().next().context("a chunk without choice")?;
+                    (choice.delta.content, choice.finish_reason, chunk.usage)
+                }
+                Response::CompletionChunk(chunk) => {
+                    let choice = chunk.choices.into_iter().next().context("a chunk without choice")?;
+                    (Some(choice.text), choice.finish_reason, None)
+                }
+                Response::InternalError(error) | Response::ValidationError(error) => {
+                    bail!("request failed: {error}")
+                }
+                Response::ModelError(message, _) | Response::CompletionModelError(message, _) => {
+                    bail!("request failed: {message}")
+                }
+                _ => bail!("unexpected kind of response"),
+            };
+            pieces += 1;
+            first.get_or_insert_with(|| start.elapsed());
+            if let Some(text) = text {
+                on_text(&text);
+                out.text.push_str(&text);
+            }
+            if let Some(usage) = usage {
+                out.prompt_tokens = usage.prompt_tokens;
+                out.completion_tokens = usage.completion_tokens;
+            }
+            if let Some(reason) = finish {
+                out.finish_reason = reason;
+                break;
+            }
+        }
+        if out.finish_reason.is_empty() {
+            bail!("the engine ended the stream without a finish reason");
+        }
+        // The host sends one chunk a token, and no usage with completion chunks.
+        if out.completion_tokens == 0 {
+            out.completion_tokens = pieces;
+        }
+        out.first_token = first.unwrap_or_default();
+        out.decode = start.elapsed().saturating_sub(out.first_token);
+        (out.tokens, out.gaps) = recorder.take();
+        Ok(out)
+    }
+}
+
+fn messages(prompt: &Prompt) -> RequestMessage {
+    let turns = |turns: Vec<(String, String)>| RequestMessage::Chat {
+        messages: turns
+            .into_iter()
+            .map(|(role, content)| {
+                IndexMap::from([
+                    ("role".to_string(), Either::Left(role)),
+                    ("content".to_string(), Either::Left(content)),
+                ])
+            })
+            .collect(),
+        enable_thinking: None,
+        reasoning_effort: None,
+    };
+    match prompt {
+        Prompt::Chat(text) => turns(vec![("user".into(), text.clone())]),
+        Prompt::Turns(list) => turns(list.clone()),
+        Prompt::Text(text) => RequestMessage::Completion {
+            text: text.clone(),
+            echo_prompt: false,
+            best_of: None,
+        },
+        Prompt::Tokens(ids) => RequestMessage::CompletionTokens(ids.clone()),
+    }
+}
+
+/// A logits processor that changes nothing and notes the greedy choice and its margin, so that a
+/// test sees token ids, which the host's responses do not carry.
+#[derive(Clone, Default)]
+struct Recorder(Arc<Mutex<(Vec<u32>, Vec<f32>)>>);
+
+impl Recorder {
+    fn take(&self) -> (Vec<u32>, Vec<f32>) {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl CustomLogitsProcessor for Recorder {
+    fn apply(&self, logits: &Tensor, _context: &[u32]) -> candle_core::Result<Tensor> {
+        let values = logits.to_vec1::<f32>()?;
+        let (mut best, mut second) = ((0, f32::NEG_INFINITY), f32::NEG_INFINITY);
+        for (id, &value) in values.iter().enumerate() {
+            // The host's argmax takes the last of equal maxima.
+            if value >= best.1 {
+                second = best.1;
+                best = (id as u32, value);
+            } else if value > second {
+                second = value;
+            }
+        }
+        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.0.push(best.0);
+        seen.1.push(best.1 - second);
+        Ok(logits.clone())
+    }
+}

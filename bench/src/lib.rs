@@ -1,0 +1,7 @@
+//! Runs the host in this process, with and without DFlash.
+
+pub mod bench;
+pub mod demo;
+pub mod engine;
+pub mod prompts;
+pub mod report;

@@ -1,0 +1,32 @@
+//! `dflash-bench demo` and `dflash-bench bench`; `cargo xtask` calls both with the right paths.
+
+use clap::{Parser, Subcommand};
+use dflash_bench::{bench, demo};
+use tracing_subscriber::EnvFilter;
+
+#[derive(Parser)]
+#[command(about = "The host with and without DFlash, in one process")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Answer a few prompts twice, without and with DFlash
+    Demo(demo::DemoArgs),
+    /// Measure speed and accept length on prompt files
+    Bench(bench::BenchArgs),
+}
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    // The host's start-up log is long; what it says about DFlash is wanted.
+    let filter = EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| EnvFilter::new("warn,dflash_plugin=info"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    match Cli::parse().command {
+        Command::Demo(args) => demo::run(&args).await,
+        Command::Bench(args) => bench::run(&args).await,
+    }
+}
