@@ -73,8 +73,10 @@ pub async fn run(args: &BenchArgs) -> Result<()> {
     }
     let progress = ProgressBar::new(prompts.len() as u64);
     progress.set_style(
-        ProgressStyle::with_template("{bar:30} {pos}/{len} prompts, {elapsed} gone, {eta} left  {msg}")
-            .context("progress bar template")?,
+        ProgressStyle::with_template(
+            "{bar:30} {pos}/{len} prompts, {elapsed} gone, {eta} left  {msg}",
+        )
+        .context("progress bar template")?,
     );
     progress.enable_steady_tick(Duration::from_secs(1));
     let mut pairs = Vec::new();
@@ -87,7 +89,9 @@ pub async fn run(args: &BenchArgs) -> Result<()> {
     let summaries = Summary::table_of(&pairs);
     println!("{}", report::render(&summaries));
     if args.tau_only {
-        println!("tau only: the columns plain tok/s, speedup, efficiency and identical mean nothing");
+        println!(
+            "tau only: the columns plain tok/s, speedup, efficiency and identical mean nothing"
+        );
     }
     if let Some(file) = &args.json {
         let report = Report {

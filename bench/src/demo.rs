@@ -81,7 +81,10 @@ pub async fn run(args: &DemoArgs) -> Result<()> {
     let summaries = Summary::table_of(&pairs);
     let stats = dflash.stats();
     println!("\n{}", report::render(&summaries));
-    println!("Drafts accepted in a verify step (of {}):", args.block_size - 1);
+    println!(
+        "Drafts accepted in a verify step (of {}):",
+        args.block_size - 1
+    );
     print!("{}", report::histogram(&stats));
     let identical = pairs.iter().all(|pair| pair.identical);
     println!("identical output: {}", if identical { "yes" } else { "no" });
@@ -96,7 +99,10 @@ pub async fn run(args: &DemoArgs) -> Result<()> {
         std::fs::write(file, serde_json::to_string_pretty(&figures)?)
             .with_context(|| format!("cannot write {}", file.display()))?;
     }
-    anyhow::ensure!(identical, "the output with DFlash differs from the output without it");
+    anyhow::ensure!(
+        identical,
+        "the output with DFlash differs from the output without it"
+    );
     Ok(())
 }
 

@@ -260,11 +260,19 @@ impl Engine {
         while let Some(response) = receiver.recv().await {
             let (text, finish, usage) = match response {
                 Response::Chunk(chunk) => {
-                    let choice = chunk.choices.into_iter().next().context("a chunk without choice")?;
+                    let choice = chunk
+                        .choices
+                        .into_iter()
+                        .next()
+                        .context("a chunk without choice")?;
                     (choice.delta.content, choice.finish_reason, chunk.usage)
                 }
                 Response::CompletionChunk(chunk) => {
-                    let choice = chunk.choices.into_iter().next().context("a chunk without choice")?;
+                    let choice = chunk
+                        .choices
+                        .into_iter()
+                        .next()
+                        .context("a chunk without choice")?;
                     (Some(choice.text), choice.finish_reason, None)
                 }
                 Response::InternalError(error) | Response::ValidationError(error) => {
@@ -290,15 +298,18 @@ impl Engine {
                 break;
             }
         }
+        out.decode = start.elapsed().saturating_sub(first.unwrap_or_default());
         if out.finish_reason.is_empty() {
             bail!("the engine ended the stream without a finish reason");
         }
+        // The last chunk is sent from inside a step; the sequence, and with it the sender, goes
+        // when the step is over and its counters are final.
+        while receiver.recv().await.is_some() {}
         // The host sends one chunk a token, and no usage with completion chunks.
         if out.completion_tokens == 0 {
             out.completion_tokens = pieces;
         }
         out.first_token = first.unwrap_or_default();
-        out.decode = start.elapsed().saturating_sub(out.first_token);
         (out.tokens, out.gaps) = recorder.take();
         Ok(out)
     }

@@ -61,5 +61,6 @@ fn expand(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
 }
 
 fn is_jsonl(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension == "jsonl")
+    path.extension()
+        .is_some_and(|extension| extension == "jsonl")
 }

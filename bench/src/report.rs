@@ -69,7 +69,11 @@ impl Summary {
             dflash_tok_s: median(pairs.iter().map(|p| p.dflash_tok_s))?,
             speedup,
             tau,
-            efficiency: median(pairs.iter().map(|p| p.dflash_tok_s / p.plain_tok_s / p.tau()))?,
+            efficiency: median(
+                pairs
+                    .iter()
+                    .map(|p| p.dflash_tok_s / p.plain_tok_s / p.tau()),
+            )?,
             identical: pairs.iter().filter(|p| p.identical).count(),
         })
     }
@@ -84,10 +88,16 @@ impl Summary {
         kinds.dedup();
         let mut out = Vec::new();
         for block_size in block_sizes {
-            let of_size: Vec<&Pair> = pairs.iter().filter(|p| p.block_size == block_size).collect();
+            let of_size: Vec<&Pair> = pairs
+                .iter()
+                .filter(|p| p.block_size == block_size)
+                .collect();
             for kind in &kinds {
-                let of_kind: Vec<&Pair> =
-                    of_size.iter().copied().filter(|p| p.kind == *kind).collect();
+                let of_kind: Vec<&Pair> = of_size
+                    .iter()
+                    .copied()
+                    .filter(|p| p.kind == *kind)
+                    .collect();
                 out.extend(Self::of(kind, block_size, &of_kind));
             }
             out.extend(Self::of("all", block_size, &of_size));
@@ -112,7 +122,14 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
 pub fn render(summaries: &[Summary]) -> Table {
     let mut table = Table::new();
     table.load_preset(UTF8_FULL_CONDENSED).set_header([
-        "block", "kind", "prompts", "plain tok/s", "DFlash tok/s", "speedup", "tau", "efficiency",
+        "block",
+        "kind",
+        "prompts",
+        "plain tok/s",
+        "DFlash tok/s",
+        "speedup",
+        "tau",
+        "efficiency",
         "identical",
     ]);
     for s in summaries {

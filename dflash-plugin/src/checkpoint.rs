@@ -65,7 +65,9 @@ impl Checkpoint {
         if !config_file.is_file() {
             return Err(DFlashError::file(
                 dir,
-                format!("no {CONFIG_FILE}; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"),
+                format!(
+                    "no {CONFIG_FILE}; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+                ),
             ));
         }
         let config = DraftConfig::from_file(&config_file)?;

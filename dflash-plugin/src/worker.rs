@@ -91,10 +91,11 @@ impl DFlashWorker {
             row[0] = job.anchor;
         }
         let ids = Tensor::from_vec(ids, batch * block, self.model.device())?;
-        let embeds = target
-            .embed(&ids)?
-            .to_dtype(self.model.dtype())?
-            .reshape((batch, block, ()))?;
+        let embeds =
+            target
+                .embed(&ids)?
+                .to_dtype(self.model.dtype())?
+                .reshape((batch, block, ()))?;
         let kv: Vec<&SequenceKv> = jobs.iter().map(|job| job.kv).collect();
         let hidden = self.model.forward_block(&embeds, &kv)?;
         let width = hidden.dim(D::Minus1)?;

@@ -64,11 +64,18 @@ impl DFlashLoader {
         let attach = || -> Result<DFlashPipeline> {
             let checkpoint = Checkpoint::open(&folder)?;
             let worker = pairing::join(&*target, &checkpoint, self.block_size)?;
-            tracing::info!("{}", pairing::describe(&*target, &self.draft_model, &checkpoint, &worker)?);
+            tracing::info!(
+                "{}",
+                pairing::describe(&*target, &self.draft_model, &checkpoint, &worker)?
+            );
             Ok(DFlashPipeline::new(target, worker, self.hooks.clone()))
         };
         let pipeline = attach().with_context(|| {
-            format!("cannot use draft model `{}` ({})", self.draft_model, folder.display())
+            format!(
+                "cannot use draft model `{}` ({})",
+                self.draft_model,
+                folder.display()
+            )
         })?;
         Ok(Arc::new(Mutex::new(pipeline)))
     }

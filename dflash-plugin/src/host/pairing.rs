@@ -36,11 +36,8 @@ pub fn join(
     let tokenizer = target
         .tokenizer()
         .ok_or_else(|| unsupported(target, "it has no tokenizer"))?;
-    let mask_token = resolve_mask_token(
-        config,
-        &|token| tokenizer.token_to_id(token),
-        shape.vocab,
-    )?;
+    let mask_token =
+        resolve_mask_token(config, &|token| tokenizer.token_to_id(token), shape.vocab)?;
     let dtype = target.get_metadata().activation_dtype;
     let model = checkpoint.load(dtype, &target.device())?;
     let block_size = block_size.unwrap_or(config.block_size);
@@ -77,12 +74,20 @@ fn check_target(target: &(dyn Pipeline + Send + Sync)) -> Result<TargetShape> {
         ));
     }
     if metadata.no_kv_cache {
-        return Err(unsupported(target, "its KV cache is off; leave --no-kv-cache out"));
+        return Err(unsupported(
+            target,
+            "its KV cache is off; leave --no-kv-cache out",
+        ));
     }
     let normal_cache = match target.cache() {
         EitherCache::Normal(cache) => cache
             .lock()
-            .map(|cache| cache.0.iter().all(|layer| matches!(layer, KvCache::Normal { .. })))
+            .map(|cache| {
+                cache
+                    .0
+                    .iter()
+                    .all(|layer| matches!(layer, KvCache::Normal { .. }))
+            })
             .unwrap_or(false),
         _ => false,
     };
@@ -107,7 +112,11 @@ fn check_target(target: &(dyn Pipeline + Send + Sync)) -> Result<TargetShape> {
 /// Returns the layers to tap, in the order of fc's input columns.
 fn check_pair(target: &TargetShape, config: &DraftConfig) -> Result<Vec<usize>> {
     let sizes = [
-        ("hidden size (`hidden_size`)", config.hidden_size, target.hidden),
+        (
+            "hidden size (`hidden_size`)",
+            config.hidden_size,
+            target.hidden,
+        ),
         (
             "hidden size of the tapped layers (`target_hidden_size`)",
             config.target_hidden_size,

@@ -9,7 +9,7 @@ use candle_core::{Device, Tensor};
 use mistralrs_core::plugin::{
     AnyMoePipelineMixin, CacheBackendMetadata, CacheManagerMixin, DeviceMapper, EitherCache,
     ForwardInputsResult, GeneralMetadata, HiddenTaps, IsqPipelineMixin, MetadataMixin,
-    PrefixCacheManagerV2, PreProcessingMixin, Processor, Sequence, SpeculativeTarget,
+    PreProcessingMixin, PrefixCacheManagerV2, Processor, Sequence, SpeculativeTarget,
 };
 use mistralrs_core::{ChatTemplate, IsqType, ModelCategory, ModelGenerationDefaults, Pipeline};
 use rand_isaac::Isaac64Rng;
@@ -41,9 +41,12 @@ impl DFlashPipeline {
 
     /// The target's embedding and head. Checked at load, so an error here is a broken host.
     pub(super) fn head(&self) -> candle_core::Result<HostHead<'_>> {
-        self.target.speculative_target().map(HostHead).ok_or_else(|| {
-            candle_core::Error::msg("the target lends no embedding and head any more")
-        })
+        self.target
+            .speculative_target()
+            .map(HostHead)
+            .ok_or_else(|| {
+                candle_core::Error::msg("the target lends no embedding and head any more")
+            })
     }
 
     pub(super) fn taps(&self) -> candle_core::Result<&HiddenTaps> {

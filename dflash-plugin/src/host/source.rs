@@ -37,11 +37,18 @@ fn download(id: &str, token_source: &TokenSource, silent: bool) -> Result<PathBu
     if let Some(dir) = hf_hub_cache_dir() {
         api = api.with_cache_dir(dir);
     }
-    let repo = api
-        .build()?
-        .repo(Repo::with_revision(id.into(), RepoType::Model, "main".into()));
+    let repo = api.build()?.repo(Repo::with_revision(
+        id.into(),
+        RepoType::Model,
+        "main".into(),
+    ));
     let config = repo.get(CONFIG_FILE)?;
-    let files: Vec<String> = repo.info()?.siblings.into_iter().map(|f| f.rfilename).collect();
+    let files: Vec<String> = repo
+        .info()?
+        .siblings
+        .into_iter()
+        .map(|f| f.rfilename)
+        .collect();
     if files.iter().any(|f| f == INDEX_FILE) {
         repo.get(INDEX_FILE)?;
         for shard in files.iter().filter(|f| f.ends_with(".safetensors")) {
@@ -63,8 +70,13 @@ mod tests {
     #[test]
     fn a_path_that_is_no_folder_is_named_and_not_looked_up_on_the_hub() {
         for name in ["./missing", "/missing/drafter", "missing", "a/b/c"] {
-            let error = resolve(name, &TokenSource::None, true).unwrap_err().to_string();
-            assert!(error.contains(name) && error.contains("not a folder"), "{error}");
+            let error = resolve(name, &TokenSource::None, true)
+                .unwrap_err()
+                .to_string();
+            assert!(
+                error.contains(name) && error.contains("not a folder"),
+                "{error}"
+            );
         }
     }
 }

@@ -44,7 +44,9 @@ pub fn kv(seq: &Sequence) -> Option<&SequenceKv> {
 /// The draft KV of `seq`, if it has any.
 pub fn kv_mut(seq: &mut Sequence) -> Option<&mut SequenceKv> {
     let state = seq.speculative_state_mut()?.as_any_mut();
-    state.downcast_mut::<DraftState>().map(|state| &mut state.kv)
+    state
+        .downcast_mut::<DraftState>()
+        .map(|state| &mut state.kv)
 }
 
 /// Give `seq` this draft KV.

@@ -66,7 +66,9 @@ impl DFlashPipeline {
             candle_core::bail!("DFlash was loaded without paged attention, but got a paged step");
         };
         if return_raw_logits {
-            return self.delegate_step(seqs, is_prompt, sampling, pre_op, post_op).await;
+            return self
+                .delegate_step(seqs, is_prompt, sampling, pre_op, post_op)
+                .await;
         }
         if is_prompt {
             return self.plain_step(seqs, true, sampling, pre_op, post_op).await;
@@ -121,7 +123,10 @@ impl DFlashPipeline {
         for seq in seqs.iter_mut() {
             let committed = seq.get_toks().len().saturating_sub(1);
             if state::kv(seq).is_some_and(|kv| kv.len() != committed) {
-                tracing::warn!("DFlash: sequence {}: draft KV is out of step, dropped", seq.id());
+                tracing::warn!(
+                    "DFlash: sequence {}: draft KV is out of step, dropped",
+                    seq.id()
+                );
                 state::drop_kv(seq);
             }
         }
@@ -140,7 +145,9 @@ impl DFlashPipeline {
 
     /// Decide how many rows to verify and draft them.
     fn plan(&self, seqs: &[&mut Sequence]) -> std::result::Result<Verification, Fallback> {
-        let base = seqs.first().map_or(0, |seq| seq.get_toks().len().saturating_sub(1));
+        let base = seqs
+            .first()
+            .map_or(0, |seq| seq.get_toks().len().saturating_sub(1));
         // The host's scheduler batches sequences of equal length only.
         if seqs.iter().any(|seq| seq.get_toks().len() != base + 1) {
             return Err(Fallback::NoRoom);
@@ -249,18 +256,24 @@ impl DFlashPipeline {
                 }
                 let before = seq.get_toks().len();
                 let row = logits.i(i)?.narrow(0, row, 1)?;
-                sampling.sample(&self.target, &mut [&mut **seq], vec![row]).await?;
+                sampling
+                    .sample(&self.target, &mut [&mut **seq], vec![row])
+                    .await?;
                 if seq.get_toks().len() == before {
                     break; // The sampler failed and has told the client; the sequence is in error.
                 }
                 emitted.extend(seq.get_toks().last());
-                let verdict = emitted.last().map_or(Verdict::Bonus, |&token| walk.take(token));
+                let verdict = emitted
+                    .last()
+                    .map_or(Verdict::Bonus, |&token| walk.take(token));
                 if verdict == Verdict::Bonus || !seq.is_running() {
                     break;
                 }
             }
             if drafted[i] {
-                self.hooks.stats.verified(drafts.len(), walk.accepted(), emitted.len());
+                self.hooks
+                    .stats
+                    .verified(drafts.len(), walk.accepted(), emitted.len());
             } else {
                 self.hooks.stats.fell_back(Fallback::NoDraftContext);
             }
@@ -336,7 +349,9 @@ impl DFlashPipeline {
         let by_seq = by_seq
             .into_iter()
             .collect::<Option<Vec<_>>>()
-            .ok_or_else(|| candle_core::Error::msg("the target returned no logits for a sequence"))?;
+            .ok_or_else(|| {
+                candle_core::Error::msg("the target returned no logits for a sequence")
+            })?;
         sampling.sample(&self.target, seqs, by_seq).await?;
         seqs.iter_mut().for_each(|seq| debug_assert_lengths(seq));
         Ok(elapsed)
@@ -421,7 +436,11 @@ fn apply(target: &Target, seqs: &mut [&mut Sequence], op: CacheInstruction) {
 fn debug_assert_lengths(seq: &mut Sequence) {
     if cfg!(debug_assertions) && seq.is_running() {
         let committed = seq.get_toks().len() - 1;
-        assert_eq!(verify::seq_len(seq), Some(committed), "target KV length (I2)");
+        assert_eq!(
+            verify::seq_len(seq),
+            Some(committed),
+            "target KV length (I2)"
+        );
         if let Some(kv) = state::kv(seq) {
             assert_eq!(kv.len(), committed, "draft KV length (I2)");
         }
