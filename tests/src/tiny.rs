@@ -1,0 +1,145 @@
+//! A tiny llama with random weights and a matching random draft model, written as checkpoints.
+//! SmolLM2's tokenizer serves it, so its vocabulary is that size.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, Tensor};
+use serde_json::json;
+
+const VOCAB: usize = 49_152;
+const HIDDEN: usize = 64;
+const INTER: usize = 96;
+const TARGET_LAYERS: usize = 6;
+const DRAFT_LAYERS: usize = 2;
+const TAPS: [usize; 2] = [1, 4];
+
+/// What may differ between tiny pairs.
+pub struct TinyPair {
+    /// `max_position_embeddings` of the target.
+    pub positions: usize,
+    /// `max_position_embeddings` of the draft model.
+    pub drafter_positions: usize,
+    pub seed: u64,
+}
+
+impl Default for TinyPair {
+    fn default() -> Self {
+        Self {
+            positions: 512,
+            drafter_positions: 512,
+            seed: 1,
+        }
+    }
+}
+
+/// Tensors by name, filled from one stream of pseudo-random numbers.
+struct Weights {
+    state: u64,
+    tensors: HashMap<String, Tensor>,
+}
+
+impl Weights {
+    fn new(seed: u64) -> Self {
+        Self {
+            state: seed.wrapping_mul(0x9E37_79B9_7F4A_7C15),
+            tensors: HashMap::new(),
+        }
+    }
+
+    /// Uniform in -1..1 (splitmix64).
+    fn next(&mut self) -> f32 {
+        self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((z ^ (z >> 31)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    fn matrix(&mut self, name: &str, rows: usize, columns: usize) {
+        let scale = (3.0 / columns as f32).sqrt();
+        let values: Vec<f32> = (0..rows * columns).map(|_| self.next() * scale).collect();
+        let tensor = Tensor::from_vec(values, (rows, columns), &Device::Cpu).unwrap();
+        self.tensors.insert(format!("{name}.weight"), tensor);
+    }
+
+    fn norm(&mut self, name: &str, width: usize) {
+        let values: Vec<f32> = (0..width).map(|_| 1.0 + 0.1 * self.next()).collect();
+        let tensor = Tensor::from_vec(values, width, &Device::Cpu).unwrap();
+        self.tensors.insert(format!("{name}.weight"), tensor);
+    }
+
+    /// Attention and MLP of one layer, 4 heads over 2 KV heads of 16.
+    fn layer(&mut self, prefix: &str) {
+        self.norm(&format!("{prefix}.input_layernorm"), HIDDEN);
+        self.norm(&format!("{prefix}.post_attention_layernorm"), HIDDEN);
+        for (name, rows) in [("q_proj", 64), ("k_proj", 32), ("v_proj", 32)] {
+            self.matrix(&format!("{prefix}.self_attn.{name}"), rows, HIDDEN);
+        }
+        self.matrix(&format!("{prefix}.self_attn.o_proj"), HIDDEN, 64);
+        self.matrix(&format!("{prefix}.mlp.gate_proj"), INTER, HIDDEN);
+        self.matrix(&format!("{prefix}.mlp.up_proj"), INTER, HIDDEN);
+        self.matrix(&format!("{prefix}.mlp.down_proj"), HIDDEN, INTER);
+    }
+
+    fn save(self, folder: &Path, config: serde_json::Value) {
+        candle_core::safetensors::save(&self.tensors, folder.join("model.safetensors")).unwrap();
+        std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    }
+}
+
+/// Write both models below `folder`; returns target and draft model.
+pub fn write(pair: &TinyPair, folder: &Path) -> (PathBuf, PathBuf) {
+    let (target, drafter) = (folder.join("target"), folder.join("drafter"));
+    std::fs::create_dir_all(&target).unwrap();
+    std::fs::create_dir_all(&drafter).unwrap();
+    write_target(pair, &target);
+    write_drafter(pair, &drafter);
+    (target, drafter)
+}
+
+fn write_target(pair: &TinyPair, folder: &Path) {
+    for file in [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+    ] {
+        std::fs::copy(crate::target().join(file), folder.join(file)).unwrap();
+    }
+    let mut weights = Weights::new(pair.seed);
+    weights.matrix("model.embed_tokens", VOCAB, HIDDEN);
+    weights.norm("model.norm", HIDDEN);
+    for i in 0..TARGET_LAYERS {
+        weights.layer(&format!("model.layers.{i}"));
+    }
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": HIDDEN, "intermediate_size": INTER, "vocab_size": VOCAB,
+        "num_hidden_layers": TARGET_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": pair.positions, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": true
+    });
+    weights.save(folder, config);
+}
+
+fn write_drafter(pair: &TinyPair, folder: &Path) {
+    let mut weights = Weights::new(pair.seed + 1000);
+    weights.matrix("fc", HIDDEN, TAPS.len() * HIDDEN);
+    weights.norm("hidden_norm", HIDDEN);
+    weights.norm("norm", HIDDEN);
+    for i in 0..DRAFT_LAYERS {
+        weights.layer(&format!("layers.{i}"));
+        weights.norm(&format!("layers.{i}.self_attn.q_norm"), 16);
+        weights.norm(&format!("layers.{i}.self_attn.k_norm"), 16);
+    }
+    let config = json!({
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_act": "silu",
+        "hidden_size": HIDDEN, "intermediate_size": INTER, "vocab_size": VOCAB,
+        "num_hidden_layers": DRAFT_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "max_position_embeddings": pair.drafter_positions,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": false,
+        "num_target_layers": TARGET_LAYERS, "block_size": 16,
+        "dflash_config": { "mask_token_id": 16, "target_layer_ids": TAPS }
+    });
+    weights.save(folder, config);
+}
