@@ -139,6 +139,7 @@ pub struct Job {
     pub max_tokens: usize,
     /// 0 is greedy. (The host takes a missing temperature for 1.)
     pub temperature: f64,
+    pub repetition_penalty: Option<f32>,
     pub stop: Vec<String>,
     /// Record token ids and the gap between the two best logits of each (greedy only).
     pub record: bool,
@@ -150,6 +151,7 @@ impl Job {
             prompt,
             max_tokens,
             temperature: 0.0,
+            repetition_penalty: None,
             stop: Vec::new(),
             record: false,
         }
@@ -192,7 +194,8 @@ impl Engine {
 
     /// Load with a method of the caller's, such as one with an observer.
     pub async fn load_with(setup: &Setup, method: DFlashMethod) -> Result<Self> {
-        let method = Arc::new(method);
+        // Tests and benchmarks must not go on over a broken invariant.
+        let method = Arc::new(method.strict());
         let speculation = match &setup.draft {
             Some(draft) => Some(Speculation::new(
                 method.clone(),
@@ -234,6 +237,7 @@ impl Engine {
             messages(&job.prompt),
             SamplingParams {
                 temperature: Some(job.temperature),
+                repetition_penalty: job.repetition_penalty,
                 max_len: Some(job.max_tokens),
                 stop_toks: (!job.stop.is_empty()).then(|| StopTokens::Seqs(job.stop.clone())),
                 ..SamplingParams::neutral()

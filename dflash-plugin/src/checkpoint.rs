@@ -28,7 +28,7 @@ pub const WEIGHTS_FILE: &str = "model.safetensors";
 /// Name of the index of sharded weights.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 /// A side file that replaces the target's embedding of the mask token in one family of draft models.
-const MASK_EMBEDDING: &str = "mask_embedding.pt";
+pub const MASK_EMBEDDING_FILE: &str = "mask_embedding.pt";
 
 /// A checkpoint whose config and tensor list have been checked. Holds no weights.
 #[derive(Debug)]
@@ -71,9 +71,9 @@ impl Checkpoint {
             ));
         }
         let config = DraftConfig::from_file(&config_file)?;
-        if dir.join(MASK_EMBEDDING).exists() {
+        if dir.join(MASK_EMBEDDING_FILE).exists() {
             return Err(DFlashError::unsupported(
-                MASK_EMBEDDING,
+                MASK_EMBEDDING_FILE,
                 "a trained mask embedding beside the weights; expected the target's embedding to be \
                  used for the mask token",
             ));

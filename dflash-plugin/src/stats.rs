@@ -10,12 +10,28 @@ pub enum Fallback {
     /// The sequence has no draft KV for its whole context (a prefix-cache hit on an entry
     /// without any).
     NoDraftContext,
-    /// Fewer than two rows fit before the context end or the token limit.
+    /// Fewer than two rows fit before the end of the target's context.
     NoRoom,
     /// The draft model's positions end before the block's last one.
     DraftContextEnd,
     /// The draft model or the verify pass returned an error.
     Error,
+    /// Target or draft KV did not have the length that invariant I2 asks for. A bug: it is
+    /// repaired or the draft KV dropped, and tests fail on it.
+    OutOfStep,
+}
+
+impl Fallback {
+    /// What a user may want to know or change.
+    fn meaning(self) -> &'static str {
+        match self {
+            Self::NoDraftContext => "the draft model has no context for a sequence",
+            Self::NoRoom => "the target's context ends within the next block",
+            Self::DraftContextEnd => "the sequence is longer than the draft model's context",
+            Self::Error => "drafting or verifying failed",
+            Self::OutOfStep => "the KV caches of target and draft model were out of step",
+        }
+    }
 }
 
 /// Counts since the start. `accepts[a]` is the number of verify steps that accepted `a` drafts.
@@ -31,6 +47,8 @@ pub struct StatsSnapshot {
     pub emitted: u64,
     /// Histogram of accept lengths.
     pub accepts: Vec<u64>,
+    /// Prompts that continued from a prefix-cache hit with the hit's draft KV.
+    pub restored: u64,
     /// Steps decoded plainly, one a sequence, by reason.
     pub fallbacks: BTreeMap<Fallback, u64>,
 }
@@ -61,6 +79,7 @@ impl StatsSnapshot {
             accepted: self.accepted - earlier.accepted,
             emitted: self.emitted - earlier.emitted,
             accepts,
+            restored: self.restored - earlier.restored,
             fallbacks,
         }
     }
@@ -88,9 +107,22 @@ impl Stats {
         stats.accepts[accepted] += 1;
     }
 
-    /// Count one plain step of one sequence.
+    /// Count a prompt that continued from a prefix-cache hit with the hit's draft KV.
+    pub fn restored(&self) {
+        self.lock().restored += 1;
+    }
+
+    /// Count one plain step of one sequence; the first of each reason is logged.
     pub fn fell_back(&self, reason: Fallback) {
-        *self.lock().fallbacks.entry(reason).or_default() += 1;
+        let mut stats = self.lock();
+        let count = stats.fallbacks.entry(reason).or_default();
+        *count += 1;
+        if *count == 1 {
+            tracing::warn!(
+                "DFlash: decoding plainly for a step: {} (said once, counted always)",
+                reason.meaning()
+            );
+        }
     }
 
     pub fn snapshot(&self) -> StatsSnapshot {

@@ -7,6 +7,8 @@ use std::sync::Arc;
 pub struct Round {
     /// The host's id of the sequence.
     pub sequence: usize,
+    /// Sequences verified in the same pass.
+    pub batch: usize,
     /// Position of the anchor: rows in both KV caches before the step.
     pub position: usize,
     pub anchor: u32,

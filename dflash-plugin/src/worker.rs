@@ -43,11 +43,11 @@ impl DFlashWorker {
     pub fn new(model: DraftModel, mask_token: u32, block_size: usize) -> Result<Self> {
         let trained = model.config().block_size;
         if !(2..=trained).contains(&block_size) {
-            return Err(DFlashError::config(
-                "block_size",
-                format!(
-                    "block size {block_size} is not between 2 and the draft model's own {trained}"
-                ),
+            return Err(DFlashError::input(
+                "speculative block size (--speculative-block-size, or block_size in \
+                 [models.speculative])",
+                format!("2 to the draft model's own {trained}"),
+                block_size.to_string(),
             ));
         }
         Ok(Self {

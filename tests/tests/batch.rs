@@ -1,7 +1,10 @@
 //! Invariant I4: requests that run together do not touch each other.
 
+use std::sync::{Arc, Mutex};
+
 use dflash_bench::engine::{Engine, Generation, Job, Prompt, Setup};
-use dflash_tests::{compare_greedy, drafter, golden, target, GreedyFile};
+use dflash_plugin::DFlashMethod;
+use dflash_tests::{compare_greedy, drafter, gguf, golden, target, GreedyFile};
 
 const TOKENS: usize = 48;
 
@@ -84,4 +87,102 @@ async fn plain_decoding_of_equal_lengths_together_gives_each_its_own_tokens() {
         )
         .unwrap();
     }
+}
+
+/// Different prompts of one length: rows of different sequences share a verify pass.
+#[tokio::test(flavor = "multi_thread")]
+async fn different_prompts_verified_in_one_pass_each_give_their_own_tokens() {
+    let file: GreedyFile = golden("greedy.json");
+    let batches = Arc::new(Mutex::new(Vec::new()));
+    let seen = batches.clone();
+    let method = DFlashMethod::new().with_observer(Arc::new(move |round| {
+        seen.lock().unwrap().push(round.batch);
+    }));
+    let setup = Setup::dflash(&target(), &drafter(), Some(4));
+    let engine = Engine::load_with(&setup, method).await.unwrap();
+    let of_length = |len: usize| {
+        file.prompts
+            .iter()
+            .filter(move |p| p.input_ids.len() == len)
+    };
+    let mut lengths: Vec<usize> = file.prompts.iter().map(|p| p.input_ids.len()).collect();
+    lengths.sort_by_key(|len| std::cmp::Reverse(of_length(*len).count()));
+    let chosen: Vec<_> = of_length(lengths[0]).collect();
+    assert!(chosen.len() >= 3, "{} prompts of one length", chosen.len());
+    let prompts: Vec<Vec<u32>> = chosen.iter().map(|p| p.input_ids.clone()).collect();
+    let got = together(&engine, &prompts).await;
+    for (got, want) in got.iter().zip(&chosen) {
+        let reference = &want.greedy_ids[..TOKENS.min(want.greedy_ids.len())];
+        compare_greedy(&want.id, reference, &want.gaps, &got.tokens).unwrap();
+    }
+    let together = batches
+        .lock()
+        .unwrap()
+        .iter()
+        .filter(|batch| **batch > 1)
+        .count();
+    println!(
+        "{together} of {} rounds shared a pass",
+        batches.lock().unwrap().len()
+    );
+    assert!(
+        together > 1,
+        "no two different sequences were verified together"
+    );
+    assert!(engine.stats().fallbacks.is_empty(), "{:?}", engine.stats());
+}
+
+/// Buffers of one length but unequal capacity (they grow by 512 rows) are batched, too.
+#[tokio::test(flavor = "multi_thread")]
+async fn sequences_that_meet_around_a_growth_step_are_batched() {
+    let file: GreedyFile = golden("greedy.json");
+    let engine = Engine::load(&Setup::dflash(&target(), &drafter(), Some(16)))
+        .await
+        .unwrap();
+    let long: Vec<u32> = file
+        .prompts
+        .iter()
+        .flat_map(|p| p.input_ids.iter().chain(&p.greedy_ids))
+        .copied()
+        .collect();
+    let prompts: Vec<Vec<u32>> = (0..4).map(|i| long[i * 97..][..490 + i].to_vec()).collect();
+    let mut alone = Vec::new();
+    for ids in &prompts {
+        let job = Job::greedy(Prompt::Tokens(ids.clone()), TOKENS).recorded();
+        alone.push(engine.generate(&job, |_| ()).await.unwrap());
+    }
+    let got = together(&engine, &prompts).await;
+    for (i, (got, want)) in got.iter().zip(&alone).enumerate() {
+        compare_greedy(
+            &format!("prompt {i}"),
+            &want.tokens,
+            &want.gaps,
+            &got.tokens,
+        )
+        .unwrap();
+    }
+}
+
+/// I1 at T > 0: with bit-equal logits (quantized products treat rows alone) and one draw a token,
+/// the same random stream gives the same tokens, penalties included.
+#[tokio::test(flavor = "multi_thread")]
+async fn sampling_gives_the_same_tokens_with_and_without_dflash() {
+    let plain = Engine::load(&Setup::plain(&gguf())).await.unwrap();
+    let dflash = Engine::load(&Setup::dflash(&gguf(), &drafter(), Some(4)))
+        .await
+        .unwrap();
+    for repetition_penalty in [None, Some(1.3)] {
+        let mut job = Job::greedy(Prompt::Chat("Tell me about rivers.".into()), 32);
+        job.temperature = 0.8;
+        job.repetition_penalty = repetition_penalty;
+        let want = plain.generate(&job, |_| ()).await.unwrap();
+        let got = dflash.generate(&job, |_| ()).await.unwrap();
+        assert_eq!(got.text, want.text, "penalty {repetition_penalty:?}");
+        assert_eq!(got.completion_tokens, want.completion_tokens);
+    }
+    let stats = dflash.stats();
+    assert!(
+        stats.accepted > 0 && stats.accepted < stats.proposed,
+        "{stats:?}"
+    );
 }

@@ -20,7 +20,7 @@ async fn every_token_limit_from_1_to_17_is_met_exactly() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stop_string_at_every_offset_of_a_block_ends_the_text_as_without_dflash() {
+async fn a_stop_string_ends_the_text_as_without_dflash_wherever_it_falls() {
     let file: GreedyFile = golden("greedy.json");
     let prompt = &file.prompts[0];
     let plain = Engine::load(&Setup::plain(&target())).await.unwrap();

@@ -1,7 +1,7 @@
 //! A prefix-cache hit brings the draft KV with it, and the text stays what it is without a hit.
 
 use dflash_bench::engine::{Engine, Job, Prompt, Setup};
-use dflash_tests::{drafter, target};
+use dflash_tests::{drafter, golden, target, GreedyFile};
 
 fn turns(list: &[(&str, &str)]) -> Prompt {
     Prompt::Turns(
@@ -66,22 +66,80 @@ async fn the_second_turn_of_a_chat_is_the_same_with_and_without_a_hit() {
     }
 }
 
+/// A shared prefix with another tail: the hit covers a prompt and half of its answer.
 #[tokio::test(flavor = "multi_thread")]
-async fn the_same_prompt_again_drafts_as_well_as_the_first_time() {
-    let prompt = "List five things to check before a long bike ride, with one sentence each.";
-    let engine = Engine::load(&cached(Setup::dflash(&target(), &drafter(), Some(8))))
+async fn after_a_hit_the_draft_model_drafts_as_well_as_cold() {
+    let file: GreedyFile = golden("greedy.json");
+    let first = &file.prompts[1];
+    let tail = &file.prompts[3].input_ids;
+    let mut continued = first.input_ids.clone();
+    continued.extend(&first.greedy_ids[..40]);
+    continued.push(2);
+    continued.extend(tail);
+    let job = Job::greedy(Prompt::Tokens(continued), 96).recorded();
+
+    let cold = Engine::load(&Setup::dflash(&target(), &drafter(), Some(8)))
         .await
         .unwrap();
-    let job = Job::greedy(Prompt::Chat(prompt.into()), 96).recorded();
-    let cold = engine.generate(&job, |_| ()).await.unwrap();
-    let before = engine.stats();
-    let hit = engine.generate(&job, |_| ()).await.unwrap();
-    let after = engine.stats().since(&before);
-    assert_eq!(hit.tokens, cold.tokens);
-    assert!(after.fallbacks.is_empty(), "{after:?}");
-    let (cold_tau, hit_tau) = (before.tau().unwrap(), after.tau().unwrap());
+    let want = cold.generate(&job, |_| ()).await.unwrap();
+    let cold = cold.stats();
+
+    let warm = Engine::load(&cached(Setup::dflash(&target(), &drafter(), Some(8))))
+        .await
+        .unwrap();
+    let fill = Job::greedy(Prompt::Tokens(first.input_ids.clone()), 64).recorded();
+    warm.generate(&fill, |_| ()).await.unwrap();
+    let before = warm.stats();
+    let got = warm.generate(&job, |_| ()).await.unwrap();
+    let hit = warm.stats().since(&before);
+
+    assert_eq!(hit.restored, 1, "no hit brought draft KV: {hit:?}");
+    assert_eq!(cold.restored, 0);
+    assert_eq!(got.tokens, want.tokens);
+    assert!(hit.fallbacks.is_empty(), "{hit:?}");
+    let (cold, hit) = (cold.tau().unwrap(), hit.tau().unwrap());
     assert!(
-        (hit_tau / cold_tau - 1.0).abs() < 0.02,
-        "tau {cold_tau} cold, {hit_tau} after a hit"
+        (hit / cold - 1.0).abs() < 0.02,
+        "tau {cold} cold, {hit} after a hit"
     );
+}
+
+/// Concurrent hits whose answers end at different times: the ones that are left are parked by the
+/// host's scheduler in between and must go on, not start again.
+#[tokio::test(flavor = "multi_thread")]
+async fn concurrent_requests_after_hits_each_give_their_own_tokens() {
+    let questions = [
+        "Name three fruits.",
+        "What is the capital of France, and why is it famous?",
+    ];
+    let cold = Engine::load(&Setup::plain(&target())).await.unwrap();
+    let jobs = questions.map(|text| Job::greedy(Prompt::Chat(text.into()), 40).recorded());
+    let mut want = Vec::new();
+    for job in &jobs {
+        want.push(cold.generate(job, |_| ()).await.unwrap());
+    }
+    for (name, setup) in [
+        ("plain", Setup::plain(&target())),
+        ("DFlash", Setup::dflash(&target(), &drafter(), Some(8))),
+    ] {
+        let warm = Engine::load(&cached(setup)).await.unwrap();
+        // All three share the chat template's system prompt.
+        let fill = Job::greedy(Prompt::Chat("Hello!".into()), 8);
+        warm.generate(&fill, |_| ()).await.unwrap();
+        let running = jobs.iter().map(|job| warm.generate(job, |_| ()));
+        let got = futures_util::future::join_all(running).await;
+        for ((got, want), question) in got.into_iter().zip(&want).zip(questions) {
+            assert_eq!(got.unwrap().tokens, want.tokens, "{name}: {question}");
+        }
+        assert!(
+            warm.stats().fallbacks.is_empty(),
+            "{name}: {:?}",
+            warm.stats()
+        );
+        assert_eq!(
+            warm.stats().restored,
+            if name == "plain" { 0 } else { 2 },
+            "{name}"
+        );
+    }
 }

@@ -18,6 +18,7 @@ use futures_util::StreamExt;
 struct Server {
     child: Child,
     port: u16,
+    log: tempfile::NamedTempFile,
 }
 
 impl Drop for Server {
@@ -45,6 +46,7 @@ impl Server {
             .local_addr()
             .unwrap()
             .port();
+        let log = tempfile::NamedTempFile::new().unwrap();
         let child = Command::new(binary())
             .args([
                 "serve",
@@ -59,11 +61,11 @@ impl Server {
             .arg("-m")
             .arg(target())
             .args(speculative)
-            .stdout(Stdio::null())
+            .stdout(log.reopen().unwrap())
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        let mut server = Self { child, port };
+        let mut server = Self { child, port, log };
         let start = Instant::now();
         while reqwest::get(server.url("health")).await.is_err() {
             assert!(
@@ -91,6 +93,10 @@ impl Server {
             "16",
         ])
         .await
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.log.path()).unwrap()
     }
 
     fn url(&self, path: &str) -> String {
@@ -123,6 +129,19 @@ fn question(text: &str, max_tokens: u32) -> CreateChatCompletionRequest {
 async fn chat_and_completions_streamed_and_not_are_those_of_a_server_without_dflash() {
     let plain = Server::start(&[]).await;
     let dflash = Server::with_dflash().await;
+    assert!(!plain.log().contains("DFlash"), "{}", plain.log());
+    for part in [
+        "DFlash: target",
+        "30 layers",
+        "block size 16",
+        "19.4 M parameters",
+    ] {
+        assert!(
+            dflash.log().contains(part),
+            "`{part}` is not in the log:\n{}",
+            dflash.log()
+        );
+    }
     for text in ["Name three colours of the rainbow.", "What is 12 times 15?"] {
         let want = plain
             .client()
@@ -162,15 +181,17 @@ async fn chat_and_completions_streamed_and_not_are_those_of_a_server_without_dfl
         );
         assert_eq!(finish, got.choices[0].finish_reason);
     }
-    let completion = |client: Client<OpenAIConfig>| async move {
-        let request = CreateCompletionRequestArgs::default()
+    let request = || {
+        CreateCompletionRequestArgs::default()
             .model("default")
             .prompt("The history of computers began")
             .temperature(0.0)
             .max_tokens(40u32)
             .build()
-            .unwrap();
-        client.completions().create(request).await.unwrap()
+            .unwrap()
+    };
+    let completion = |client: Client<OpenAIConfig>| async move {
+        client.completions().create(request()).await.unwrap()
     };
     let want = completion(plain.client()).await;
     let got = completion(dflash.client()).await;
@@ -180,6 +201,13 @@ async fn chat_and_completions_streamed_and_not_are_those_of_a_server_without_dfl
         Some(CompletionFinishReason::Length)
     );
     assert_eq!(got.usage.unwrap().completion_tokens, 40);
+    let client = dflash.client();
+    let mut stream = client.completions().create_stream(request()).await.unwrap();
+    let mut streamed = String::new();
+    while let Some(chunk) = stream.next().await {
+        streamed.extend(chunk.unwrap().choices.into_iter().map(|choice| choice.text));
+    }
+    assert_eq!(streamed.trim_start(), got.choices[0].text);
 }
 
 #[tokio::test(flavor = "multi_thread")]

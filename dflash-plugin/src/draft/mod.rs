@@ -54,7 +54,7 @@ impl DraftModel {
         if device.is_cpu() && dtype == DType::BF16 {
             return Err(DFlashError::unsupported(
                 "dtype",
-                "bf16 matrix products are not available on the CPU; load the draft model as f32",
+                "bf16 matrix products are not available on the CPU; use --dtype f32 for the target (the draft model follows it)",
             ));
         }
         let hidden = config.hidden_size;

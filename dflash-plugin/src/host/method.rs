@@ -19,6 +19,8 @@ pub struct Hooks {
     pub stats: Stats,
     pub observer: Option<Observer>,
     pub fault: Option<FaultHook>,
+    /// Fail a step whose KV lengths are wrong (invariant I2) instead of repairing them.
+    pub strict: bool,
 }
 
 impl Hooks {
@@ -48,6 +50,12 @@ impl DFlashMethod {
     /// Let `hook` make steps fail: for tests.
     pub fn with_fault(mut self, hook: FaultHook) -> Self {
         self.hooks.fault = Some(hook);
+        self
+    }
+
+    /// Fail a step that finds invariant I2 violated, instead of repairing it: for tests.
+    pub fn strict(mut self) -> Self {
+        self.hooks.strict = true;
         self
     }
 

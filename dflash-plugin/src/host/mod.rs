@@ -7,7 +7,8 @@
 //! | `source` | where a drafter comes from: folder or hub |
 //! | `pairing` | do target and drafter fit: checked at load, with numbers |
 //! | `pipeline` | [`DFlashPipeline`](pipeline::DFlashPipeline): the host's `Pipeline`, delegated |
-//! | `step` | one engine step: plan, draft, verify, accept, commit; or plain with commit |
+//! | `step` | one engine step: plan, draft, verify, accept, commit |
+//! | `plain` | prompts and plain steps, which keep the draft KV in step |
 //! | `verify` | the verify pass on the host's normal KV cache, and its rollback |
 //! | `state` | the draft KV that a host `Sequence` owns |
 
@@ -15,6 +16,7 @@ mod loader;
 mod method;
 mod pairing;
 mod pipeline;
+mod plain;
 mod source;
 mod state;
 mod step;

@@ -27,6 +27,8 @@ pub struct DFlashPipeline {
     pub(super) target: Target,
     pub(super) worker: DFlashWorker,
     pub(super) hooks: Hooks,
+    /// Warnings given so far; see `warn`.
+    pub(super) warnings: AtomicUsize,
 }
 
 impl DFlashPipeline {
@@ -36,6 +38,7 @@ impl DFlashPipeline {
             target,
             worker,
             hooks,
+            warnings: AtomicUsize::new(0),
         }
     }
 

@@ -6,7 +6,7 @@ use anyhow::{bail, Context, Result};
 use hf_hub::{api::sync::ApiBuilder, Repo, RepoType};
 use mistralrs_core::{hf_hub_cache_dir, plugin::get_token, TokenSource, GLOBAL_HF_CACHE};
 
-use crate::checkpoint::{CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE};
+use crate::checkpoint::{CONFIG_FILE, INDEX_FILE, MASK_EMBEDDING_FILE, WEIGHTS_FILE};
 
 /// The local folder of the draft model `name`, downloaded first if it is a hub id.
 ///
@@ -49,6 +49,9 @@ fn download(id: &str, token_source: &TokenSource, silent: bool) -> Result<PathBu
         .into_iter()
         .map(|f| f.rfilename)
         .collect();
+    if files.iter().any(|f| f == MASK_EMBEDDING_FILE) {
+        repo.get(MASK_EMBEDDING_FILE)?; // The checkpoint check refuses it with a reason.
+    }
     if files.iter().any(|f| f == INDEX_FILE) {
         repo.get(INDEX_FILE)?;
         for shard in files.iter().filter(|f| f.ends_with(".safetensors")) {

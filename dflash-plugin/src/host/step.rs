@@ -1,19 +1,21 @@
-//! One engine step of a batch: plan, draft, verify, accept, commit, or a plain step that keeps the
-//! draft KV in step with the target's (invariant I2), so that speculation can go on after it.
+//! One engine step of a batch: plan, draft, verify, accept, commit; or a plain step (`plain`).
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use candle_core::{IndexOp, Result, Tensor, D};
+use candle_core::{IndexOp, Result, Tensor};
 use mistralrs_core::plugin::{
-    CacheBackendMetadata, CacheInstruction, InputProcessorOutput, PrefixCacheManagerV2, Sequence,
+    CacheBackendMetadata, CacheInstruction, PrefixCacheManagerV2, Sequence,
 };
 use rand_isaac::Isaac64Rng;
 
 use super::pipeline::{DFlashPipeline, Target};
+use super::plain::apply;
 use super::{state, verify};
 use crate::accept::{AcceptWalk, Verdict};
 use crate::fault::FaultPoint;
+use crate::kv::SequenceKv;
 use crate::stats::Fallback;
 use crate::trace::Round;
 use crate::worker::DraftJob;
@@ -27,7 +29,7 @@ pub struct Sampling<'a> {
 
 impl Sampling<'_> {
     /// Sample one token for each of `seqs` with its own sampler, and add it.
-    async fn sample(
+    pub(super) async fn sample(
         &mut self,
         target: &Target,
         seqs: &mut [&mut Sequence],
@@ -75,7 +77,7 @@ impl DFlashPipeline {
         }
         apply(&self.target, seqs, pre_op);
         let start = Instant::now();
-        match self.draft_and_verify(seqs) {
+        match self.draft_and_verify(seqs)? {
             Ok((verification, logits)) => {
                 let elapsed = start.elapsed();
                 self.accept(seqs, &verification, &logits, sampling).await?;
@@ -115,45 +117,56 @@ impl DFlashPipeline {
     }
 
     /// Draft and run the verify pass; after it the draft KV of each sequence has all verified
-    /// rows. On any error target and draft KV are as before, and the reason is returned.
+    /// rows. If that cannot be done, target and draft KV are as before and the reason is returned.
+    ///
+    /// # Errors
+    /// If they could not be put back: a plain step would then decode from wrong KV.
     fn draft_and_verify(
         &mut self,
         seqs: &mut [&mut Sequence],
-    ) -> std::result::Result<(Verification, Tensor), Fallback> {
-        for seq in seqs.iter_mut() {
-            let committed = seq.get_toks().len().saturating_sub(1);
-            if state::kv(seq).is_some_and(|kv| kv.len() != committed) {
-                tracing::warn!(
-                    "DFlash: sequence {}: draft KV is out of step, dropped",
-                    seq.id()
-                );
-                state::drop_kv(seq);
-            }
-        }
-        let verification = self.plan(seqs)?;
+    ) -> Result<std::result::Result<(Verification, Tensor), Fallback>> {
+        self.align(seqs)?;
+        let verification = match self.plan(seqs) {
+            Ok(verification) => verification,
+            Err(reason) => return Ok(Err(reason)),
+        };
         match self.verify(seqs, &verification) {
-            Ok(logits) => Ok((verification, logits)),
+            Ok(logits) => Ok(Ok((verification, logits))),
             Err(error) => {
-                tracing::warn!("DFlash: verify failed, decoding plainly: {error}");
-                self.undo(seqs, verification.base)
-                    .map_err(|error| tracing::error!("DFlash: rollback failed: {error}"))
-                    .ok();
-                Err(Fallback::Error)
+                self.warn("verify failed, decoding plainly", &error);
+                self.undo(seqs, verification.base)?;
+                Ok(Err(Fallback::Error))
             }
         }
     }
 
+    /// Make sure that the model's cache is that of these sequences, and their KV lengths right.
+    fn align(&self, seqs: &mut [&mut Sequence]) -> Result<()> {
+        for seq in seqs.iter_mut() {
+            self.check_lengths(seq)?;
+        }
+        let committed = seqs.first().map_or(0, |seq| committed(seq));
+        if verify::model_len(&*self.target)? != Some(committed) {
+            // The host reloads it when other sequences are scheduled; this is for a host that
+            // has missed a reason to.
+            self.hooks.stats.fell_back(Fallback::OutOfStep);
+            self.target.clone_in_cache(seqs);
+        }
+        Ok(())
+    }
+
     /// Decide how many rows to verify and draft them.
     fn plan(&self, seqs: &[&mut Sequence]) -> std::result::Result<Verification, Fallback> {
-        let base = seqs
-            .first()
-            .map_or(0, |seq| seq.get_toks().len().saturating_sub(1));
+        let base = seqs.first().map_or(0, |seq| committed(seq));
         // The host's scheduler batches sequences of equal length only.
-        if seqs.iter().any(|seq| seq.get_toks().len() != base + 1) {
-            return Err(Fallback::NoRoom);
+        if seqs.iter().any(|seq| committed(seq) != base) {
+            return Err(Fallback::OutOfStep);
         }
         let capacity = verify::model_capacity(&*self.target)
-            .unwrap_or(0)
+            .map_err(|error| {
+                self.warn("the target's KV cache cannot be read", &error);
+                Fallback::Error
+            })?
             .min(self.target.get_metadata().max_seq_len);
         let rows = self.worker.block_size().min(capacity.saturating_sub(base));
         if rows < 2 {
@@ -180,7 +193,7 @@ impl DFlashPipeline {
             .map_err(Into::into)
             .and_then(|head| self.worker.draft(&head, &jobs));
         let drafts = drafted.map_err(|error| {
-            tracing::warn!("DFlash: draft failed, decoding plainly: {error}");
+            self.warn("draft failed, decoding plainly", &error);
             Fallback::Error
         })?;
         // A sequence without draft KV rides along with drafts that are merely unlikely: whatever
@@ -212,6 +225,11 @@ impl DFlashPipeline {
         let result = self.target.forward_inputs(Box::new(inputs), false)?;
         let logits = verify::logits_of(result)?;
         self.hooks.fault_at(FaultPoint::Verify)?;
+        let rows = blocks.first().map_or(0, Vec::len);
+        let len = verify::model_len(&*self.target)?;
+        if len != Some(base + rows) {
+            candle_core::bail!("the target's KV cache has {len:?} rows after a pass over {rows} rows behind {base}");
+        }
         let taps = self.take_taps()?;
         for (i, seq) in seqs.iter_mut().enumerate() {
             if let Some(kv) = state::kv_mut(seq) {
@@ -280,6 +298,7 @@ impl DFlashPipeline {
             if let Some(observer) = &self.hooks.observer {
                 observer(&Round {
                     sequence: *seq.id(),
+                    batch: blocks.len(),
                     position: *base,
                     anchor: blocks[i][0],
                     drafts: drafts.to_vec(),
@@ -287,162 +306,61 @@ impl DFlashPipeline {
                     emitted,
                 });
             }
-            debug_assert_lengths(seq);
+            self.check_lengths(seq)?;
         }
         // Sequences that are of equal length again are scheduled together without a reload of the
         // model's cache; for all others the host reloads it.
         if let Some(first) = seqs.first() {
-            let len = first.get_toks().len().saturating_sub(1);
-            if seqs.iter().all(|seq| seq.get_toks().len() == len + 1) {
+            let len = committed(first);
+            if seqs.iter().all(|seq| committed(seq) == len) {
                 verify::set_model_len(&*self.target, len)?;
             }
         }
         Ok(())
     }
 
-    /// The host's own step for prompts and plain decoding, with the draft KV of the new rows.
-    async fn plain_step(
-        &mut self,
-        seqs: &mut [&mut Sequence],
-        is_prompt: bool,
-        mut sampling: Sampling<'_>,
-        pre_op: CacheInstruction,
-        post_op: CacheInstruction,
-    ) -> Result<Duration> {
-        let metadata = self.target.get_metadata();
-        let InputProcessorOutput {
-            inputs,
-            seq_indices,
-        } = self
-            .target
-            .get_processor()
-            .inputs_processor()
-            .process_inputs(
-                self.target.tokenizer(),
-                seqs,
-                is_prompt,
-                metadata.is_xlora,
-                &self.target.device(),
-                metadata.no_kv_cache,
-                None,
-                false,
-                metadata.sliding_window,
-                self.target.get_input_processor_config(),
-                None,
-                self.target.device_mapper(),
-            )
-            .map_err(candle_core::Error::msg)?;
-        apply(&self.target, seqs, pre_op);
-        let start = Instant::now();
-        let logits = verify::logits_of(self.target.forward_inputs(inputs, false)?)?;
-        let elapsed = start.elapsed();
-        let rows: Vec<NewRows> = seqs.iter().map(|seq| NewRows::of(seq, is_prompt)).collect();
-        if let Err(error) = self.commit_rows(seqs, &rows) {
-            tracing::warn!("DFlash: no draft KV for this batch, it decodes plainly: {error}");
-            seqs.iter_mut().for_each(|seq| state::drop_kv(seq));
+    /// Invariant I2: the KV caches of a running sequence hold every token but the last one. (Those
+    /// of one that has ended belong to the prefix cache.)
+    ///
+    /// # Errors
+    /// In strict mode, if they do not; otherwise the sequence goes on without draft KV.
+    pub(super) fn check_lengths(&self, seq: &mut Sequence) -> Result<()> {
+        if !seq.is_running() {
+            return Ok(());
         }
-        apply(&self.target, seqs, post_op);
-        let mut by_seq = vec![None; seqs.len()];
-        for (row, seq) in seq_indices.into_iter().enumerate() {
-            by_seq[seq] = Some(logits.i(row)?);
+        let committed = committed(seq);
+        let target = verify::seq_len(seq);
+        let draft = state::kv(seq).map(SequenceKv::len);
+        if target == Some(committed) && draft.is_none_or(|len| len == committed) {
+            return Ok(());
         }
-        let by_seq = by_seq
-            .into_iter()
-            .collect::<Option<Vec<_>>>()
-            .ok_or_else(|| {
-                candle_core::Error::msg("the target returned no logits for a sequence")
-            })?;
-        sampling.sample(&self.target, seqs, by_seq).await?;
-        seqs.iter_mut().for_each(|seq| debug_assert_lengths(seq));
-        Ok(elapsed)
-    }
-
-    /// Materialize the rows that a plain pass has just processed.
-    fn commit_rows(&self, seqs: &mut [&mut Sequence], rows: &[NewRows]) -> Result<()> {
-        self.hooks.fault_at(FaultPoint::Materialize)?;
-        let taps = self.take_taps()?;
-        for (i, (seq, rows)) in seqs.iter_mut().zip(rows).enumerate() {
-            if rows.start == 0 {
-                let kv = self.worker.new_kv()?;
-                state::set_kv(seq, kv);
-            }
-            let fits = rows.start + rows.count <= self.worker.max_positions();
-            match state::kv_mut(seq) {
-                Some(kv) if kv.len() == rows.start && fits => {
-                    let taps = taps.i(i)?.narrow(0, 0, rows.count)?;
-                    self.worker.materialize(kv, &taps)?;
-                }
-                Some(_) => state::drop_kv(seq),
-                None => (),
-            }
+        let message = format!(
+            "sequence {}: {committed} committed tokens, {target:?} target KV rows, {draft:?} draft \
+             KV rows",
+            seq.id()
+        );
+        if self.hooks.strict {
+            candle_core::bail!("invariant I2: {message}");
         }
+        self.warn("KV out of step", &message);
+        self.hooks.stats.fell_back(Fallback::OutOfStep);
+        state::drop_kv(seq);
         Ok(())
     }
 
-    /// The tapped layer outputs of the last pass, side by side: `[batch, rows, taps * hidden]`.
-    fn take_taps(&self) -> Result<Tensor> {
-        let taps = self.taps()?.take()?;
-        match taps.first().map(Tensor::device).cloned() {
-            Some(device) => {
-                let taps = taps
-                    .iter()
-                    .map(|tap| tap.to_device(&device))
-                    .collect::<Result<Vec<_>>>()?;
-                Tensor::cat(&taps, D::Minus1)
-            }
-            None => candle_core::bail!("no layer outputs were captured"),
+    /// Log something that can come back at every step only so many times.
+    pub(super) fn warn(&self, what: &str, why: &dyn std::fmt::Display) {
+        const MOST: usize = 5;
+        let said = self.warnings.fetch_add(1, Ordering::Relaxed);
+        if said < MOST {
+            tracing::warn!("DFlash: {what}: {why}");
+        } else if said == MOST {
+            tracing::warn!("DFlash: no more warnings of this kind; the counters go on");
         }
     }
 }
 
-/// The positions that a plain pass processes for one sequence.
-struct NewRows {
-    start: usize,
-    count: usize,
-}
-
-impl NewRows {
-    fn of(seq: &Sequence, is_prompt: bool) -> Self {
-        let tokens = seq.get_toks().len();
-        if is_prompt {
-            // After a prefix-cache hit `get_toks` is the uncached tail.
-            Self {
-                start: seq.token_offset(),
-                count: tokens,
-            }
-        } else {
-            Self {
-                start: tokens.saturating_sub(1),
-                count: 1,
-            }
-        }
-    }
-}
-
-/// What the host does around a forward pass with the sequences' KV caches.
-fn apply(target: &Target, seqs: &mut [&mut Sequence], op: CacheInstruction) {
-    match op {
-        CacheInstruction::In => target.clone_in_cache(seqs),
-        CacheInstruction::Out => target.clone_out_cache(seqs),
-        CacheInstruction::Reset {
-            load_preallocated_cache,
-            reset_non_granular,
-        } => target.set_none_cache(seqs, reset_non_granular, false, load_preallocated_cache),
-        CacheInstruction::Nothing => (),
-    }
-}
-
-/// Invariant I2: both KV caches hold every token but the last one.
-fn debug_assert_lengths(seq: &mut Sequence) {
-    if cfg!(debug_assertions) && seq.is_running() {
-        let committed = seq.get_toks().len() - 1;
-        assert_eq!(
-            verify::seq_len(seq),
-            Some(committed),
-            "target KV length (I2)"
-        );
-        if let Some(kv) = state::kv(seq) {
-            assert_eq!(kv.len(), committed, "draft KV length (I2)");
-        }
-    }
+/// Tokens whose KV is written: all but the last one.
+fn committed(seq: &Sequence) -> usize {
+    seq.get_toks().len().saturating_sub(1)
 }

@@ -40,6 +40,15 @@ pub fn set_model_len(target: &(dyn Pipeline + Send + Sync), len: usize) -> Resul
     })
 }
 
+/// Rows in the model's own cache, if all its layers have the same.
+pub fn model_len(target: &(dyn Pipeline + Send + Sync)) -> Result<Option<usize>> {
+    with_model_cache(target, |cache| {
+        let mut lengths = cache.0.iter().map(KvCache::current_seq_len);
+        let first = lengths.next();
+        Ok(first.filter(|first| lengths.all(|len| len == *first)))
+    })
+}
+
 /// Rows that the model's cache can hold in all. The host grows it by whole steps and refuses one
 /// that ends past the maximum, so a maximum that is no multiple of the step is not reached.
 pub fn model_capacity(target: &(dyn Pipeline + Send + Sync)) -> Result<usize> {
