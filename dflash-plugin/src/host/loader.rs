@@ -68,6 +68,12 @@ impl DFlashLoader {
                 "{}",
                 pairing::describe(&*target, &self.draft_model, &checkpoint, &worker)?
             );
+            if pairing::is_slow(&*target) {
+                tracing::warn!(
+                    "DFlash: quantized products on the CPU are compute-bound: with a GGUF target \
+                     there, speculation is slower than plain decoding"
+                );
+            }
             Ok(DFlashPipeline::new(target, worker, self.hooks.clone()))
         };
         let pipeline = attach().with_context(|| {

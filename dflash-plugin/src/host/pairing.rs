@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor, D};
 use mistralrs_core::plugin::{EitherCache, KvCache};
-use mistralrs_core::Pipeline;
+use mistralrs_core::{ModelKind, Pipeline};
 
 use super::pipeline::HostHead;
 use crate::checkpoint::Checkpoint;
@@ -135,6 +135,15 @@ fn check_pair(target: &TargetShape, config: &DraftConfig) -> Result<Vec<usize>> 
         }
     }
     config.target_layer_ids(target.layers)
+}
+
+/// Whether a verified row costs as much as a decoded one, so that speculation cannot pay.
+pub fn is_slow(target: &(dyn Pipeline + Send + Sync)) -> bool {
+    let is_gguf = matches!(
+        target.get_metadata().kind,
+        ModelKind::GgufQuantized { .. } | ModelKind::GgufAdapter { .. }
+    );
+    is_gguf && target.device().is_cpu()
 }
 
 /// The start-up line.
