@@ -6,7 +6,7 @@
 //! | `loader` | loads target and drafter, wraps the target's pipeline |
 //! | `source` | where a drafter comes from: folder or hub |
 //! | `pairing` | do target and drafter fit: checked at load, with numbers |
-//! | `pipeline` | [`DFlashPipeline`](pipeline::DFlashPipeline): the host's `Pipeline`, delegated |
+//! | `pipeline` | [`DFlashPipeline`]: the host's `Pipeline`, delegated |
 //! | `step` | one engine step: plan, draft, verify, accept, commit |
 //! | `plain` | prompts and plain steps, which keep the draft KV in step |
 //! | `verify` | the verify pass on the host's normal KV cache, and its rollback |
