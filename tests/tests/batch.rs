@@ -132,35 +132,61 @@ async fn different_prompts_verified_in_one_pass_each_give_their_own_tokens() {
     assert!(engine.stats().fallbacks.is_empty(), "{:?}", engine.stats());
 }
 
-/// Buffers of one length but unequal capacity (they grow by 512 rows) are batched, too.
+/// KV buffers grow by 512 rows, so sequences of equal length can have buffers of unequal capacity:
+/// here two prefix-cache hits of one length, on an entry that has grown and on one that has not.
 #[tokio::test(flavor = "multi_thread")]
-async fn sequences_that_meet_around_a_growth_step_are_batched() {
+async fn sequences_with_buffers_of_unequal_capacity_are_batched() {
     let file: GreedyFile = golden("greedy.json");
-    let engine = Engine::load(&Setup::dflash(&target(), &drafter(), Some(16)))
-        .await
-        .unwrap();
-    let long: Vec<u32> = file
+    let text: Vec<u32> = file
         .prompts
         .iter()
-        .flat_map(|p| p.input_ids.iter().chain(&p.greedy_ids))
+        .flat_map(|p| &p.greedy_ids)
         .copied()
         .collect();
-    let prompts: Vec<Vec<u32>> = (0..4).map(|i| long[i * 97..][..490 + i].to_vec()).collect();
-    let mut alone = Vec::new();
-    for ids in &prompts {
-        let job = Job::greedy(Prompt::Tokens(ids.clone()), TOKENS).recorded();
-        alone.push(engine.generate(&job, |_| ()).await.unwrap());
+    // No two of these begin with the same token, so each new prompt hits its own entry.
+    let prompt = |first: u32, len: usize| [&[first], &text[..len - 1]].concat();
+    let (grown, small) = (prompt(300, 505), prompt(301, 40));
+    let tail = &text[600..610];
+    let hits = [[&small[..20], tail].concat(), [&grown[..20], tail].concat()];
+    let job = |ids: &[u32]| Job::greedy(Prompt::Tokens(ids.to_vec()), 12).recorded();
+
+    let setup = Setup::dflash(&target(), &drafter(), Some(8));
+    let cold = Engine::load(&setup).await.unwrap();
+    let mut want = Vec::new();
+    for ids in &hits {
+        want.push(cold.generate(&job(ids), |_| ()).await.unwrap());
     }
-    let got = together(&engine, &prompts).await;
-    for (i, (got, want)) in got.iter().zip(&alone).enumerate() {
-        compare_greedy(
-            &format!("prompt {i}"),
-            &want.tokens,
-            &want.gaps,
-            &got.tokens,
-        )
-        .unwrap();
+    let batches = Arc::new(Mutex::new(Vec::new()));
+    let seen = batches.clone();
+    let method = DFlashMethod::new().with_observer(Arc::new(move |round| {
+        seen.lock().unwrap().push(round.batch);
+    }));
+    let setup = Setup {
+        prefix_cache_n: 16,
+        ..setup
+    };
+    let warm = Engine::load_with(&setup, method).await.unwrap();
+    warm.generate(&job(&grown), |_| ()).await.unwrap();
+    warm.generate(&job(&small), |_| ()).await.unwrap();
+    // A long prompt keeps the engine busy while both hits arrive, so they are scheduled together.
+    let busy = job(&prompt(302, 400));
+    let jobs = hits.map(|ids| job(&ids));
+    let (_, got) = futures_util::future::join(warm.generate(&busy, |_| ()), async {
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        futures_util::future::join_all(jobs.iter().map(|job| warm.generate(job, |_| ()))).await
+    })
+    .await;
+    for (got, want) in got.into_iter().zip(&want) {
+        assert_eq!(got.unwrap().tokens, want.tokens);
     }
+    assert_eq!(warm.stats().restored, 2, "{:?}", warm.stats());
+    let together = batches
+        .lock()
+        .unwrap()
+        .iter()
+        .filter(|batch| **batch > 1)
+        .count();
+    assert!(together > 0, "the two hits never met");
 }
 
 /// I1 at T > 0: with bit-equal logits (quantized products treat rows alone) and one draw a token,
