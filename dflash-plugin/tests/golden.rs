@@ -1,10 +1,10 @@
 //! The trained draft model gives PyTorch's context features and K/V on three prompts.
-//! See `fixtures/golden/README.md`; block outputs need the target and are in `golden_with_target.rs`.
+//! See `tests/fixtures/golden/README.md` in the repository's root; block outputs need the target and are in `golden_with_target.rs`.
 
 mod common;
 
 use candle_core::{DType, Device, Tensor};
-use common::{assert_close, fixtures, load, smollm2_drafter};
+use common::{assert_close, golden, smollm2_drafter};
 use dflash_plugin::checkpoint::Checkpoint;
 
 fn positions(tensor: &Tensor) -> Vec<usize> {
@@ -13,7 +13,7 @@ fn positions(tensor: &Tensor) -> Vec<usize> {
 }
 
 fn check_prompt(prompt: &str) {
-    let golden = load(&fixtures().join("golden/golden.safetensors"));
+    let golden = golden();
     let at = |key: &str| &golden[&format!("{prompt}.{key}")];
     let checkpoint = Checkpoint::open(&smollm2_drafter()).unwrap();
     let model = checkpoint.load(DType::F32, &Device::Cpu).unwrap();

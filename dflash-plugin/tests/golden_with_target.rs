@@ -7,7 +7,7 @@ mod common;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use common::{assert_close, fixtures, load, materialize, smollm2_drafter};
+use common::{assert_close, golden, load, materialize, smollm2_drafter};
 use dflash_plugin::checkpoint::Checkpoint;
 
 /// Allowed absolute error of a logit (they are around 10 to 30).
@@ -26,7 +26,7 @@ fn embedding() -> Tensor {
 }
 
 fn check_prompt(prompt: &str) {
-    let golden = load(&fixtures().join("golden/golden.safetensors"));
+    let golden = golden();
     let checkpoint = Checkpoint::open(&smollm2_drafter()).unwrap();
     let model = checkpoint.load(DType::F32, &Device::Cpu).unwrap();
     let embedding = embedding();

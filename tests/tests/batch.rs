@@ -24,6 +24,16 @@ async fn together(engine: &Engine, prompts: &[Vec<u32>]) -> Vec<Generation> {
     out
 }
 
+/// Rounds that were verified in one pass with those of other sequences.
+fn shared(batches: &Mutex<Vec<usize>>) -> usize {
+    batches
+        .lock()
+        .unwrap()
+        .iter()
+        .filter(|batch| **batch > 1)
+        .count()
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_of_mixed_and_of_equal_length_each_give_their_own_tokens() {
     let file: GreedyFile = golden("greedy.json");
@@ -115,12 +125,7 @@ async fn different_prompts_verified_in_one_pass_each_give_their_own_tokens() {
         let reference = &want.greedy_ids[..TOKENS.min(want.greedy_ids.len())];
         compare_greedy(&want.id, reference, &want.gaps, &got.tokens).unwrap();
     }
-    let together = batches
-        .lock()
-        .unwrap()
-        .iter()
-        .filter(|batch| **batch > 1)
-        .count();
+    let together = shared(&batches);
     println!(
         "{together} of {} rounds shared a pass",
         batches.lock().unwrap().len()
@@ -180,12 +185,7 @@ async fn sequences_with_buffers_of_unequal_capacity_are_batched() {
         assert_eq!(got.unwrap().tokens, want.tokens);
     }
     assert_eq!(warm.stats().restored, 2, "{:?}", warm.stats());
-    let together = batches
-        .lock()
-        .unwrap()
-        .iter()
-        .filter(|batch| **batch > 1)
-        .count();
+    let together = shared(&batches);
     assert!(together > 0, "the two hits never met");
 }
 

@@ -17,6 +17,12 @@ pub fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
 }
 
+/// The reference tensors of the trained draft model, which the end-to-end tests use, too.
+pub fn golden() -> HashMap<String, Tensor> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/golden");
+    load(&folder.join("golden.safetensors"))
+}
+
 /// The trained draft model of the repository.
 pub fn smollm2_drafter() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/smollm2-135m-dflash")
