@@ -38,6 +38,9 @@ pub struct BenchArgs {
     /// Repetitions of each prompt; the median counts
     #[arg(long, default_value_t = 1)]
     pub repetitions: usize,
+    /// Verify what is measured to be fastest, up to the block; otherwise whole blocks always
+    #[arg(long)]
+    pub adaptive: bool,
     /// Do not decode plainly: only tau is measured, speed and identity are not
     #[arg(long)]
     pub tau_only: bool,
@@ -68,7 +71,10 @@ pub async fn run(args: &BenchArgs) -> Result<()> {
     };
     let mut speculative = Vec::new();
     for &block_size in &args.block_sizes {
-        let setup = Setup::dflash(&args.target, &args.draft, Some(block_size));
+        let setup = Setup {
+            adaptive: args.adaptive,
+            ..Setup::dflash(&args.target, &args.draft, Some(block_size))
+        };
         speculative.push((block_size, Engine::load(&setup).await?));
     }
     let progress = ProgressBar::new(prompts.len() as u64);

@@ -51,11 +51,10 @@ struct Figures<'a> {
 pub async fn run(args: &DemoArgs) -> Result<()> {
     println!("Loading the target twice: once alone, once with the draft model.");
     let plain = Engine::load(&Setup::plain(&args.target)).await?;
-    let dflash = Engine::load(&Setup::dflash(
-        &args.target,
-        &args.draft,
-        Some(args.block_size),
-    ))
+    let dflash = Engine::load(&Setup {
+        adaptive: true,
+        ..Setup::dflash(&args.target, &args.draft, Some(args.block_size))
+    })
     .await?;
     let mut pairs = Vec::new();
     for (number, (kind, prompt)) in PROMPTS.iter().enumerate() {

@@ -88,6 +88,9 @@ pub struct Setup {
     pub draft: Option<PathBuf>,
     /// Anchor and drafts; `None` for the checkpoint's own.
     pub block_size: Option<usize>,
+    /// Let the plugin verify fewer tokens than a block where that is faster; off, every step
+    /// verifies a whole block, as the reference does.
+    pub adaptive: bool,
     /// Entries of the host's prefix cache; 0 turns it off, so that a repeated prompt is prefilled.
     pub prefix_cache_n: usize,
     pub max_seqs: usize,
@@ -99,6 +102,7 @@ impl Setup {
             target: Target::at(target),
             draft: None,
             block_size: None,
+            adaptive: false,
             prefix_cache_n: 0,
             max_seqs: 32,
         }
@@ -141,6 +145,8 @@ pub struct Job {
     pub temperature: f64,
     pub repetition_penalty: Option<f32>,
     pub stop: Vec<String>,
+    /// The request's own switch.
+    pub speculative: bool,
     /// Record token ids and the gap between the two best logits of each (greedy only).
     pub record: bool,
 }
@@ -153,6 +159,7 @@ impl Job {
             temperature: 0.0,
             repetition_penalty: None,
             stop: Vec::new(),
+            speculative: true,
             record: false,
         }
     }
@@ -203,6 +210,7 @@ impl Engine {
                     method: DFlashMethod::NAME.into(),
                     draft_model: Some(utf8(draft)?),
                     block_size: setup.block_size,
+                    adaptive: Some(setup.adaptive),
                 },
             )),
             None => None,
@@ -248,6 +256,7 @@ impl Engine {
             None,
         );
         request.is_streaming = true;
+        request.speculative = (!job.speculative).then_some(false);
         if job.record {
             request.logits_processors = Some(vec![Arc::new(recorder.clone())]);
         }

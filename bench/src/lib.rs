@@ -3,5 +3,6 @@
 pub mod bench;
 pub mod demo;
 pub mod engine;
+pub mod load;
 pub mod prompts;
 pub mod report;

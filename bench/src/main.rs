@@ -1,7 +1,7 @@
-//! `dflash-bench demo` and `dflash-bench bench`; `cargo xtask` calls both with the right paths.
+//! `dflash-bench demo`, `bench` and `load`; `cargo xtask` calls them with the right paths.
 
 use clap::{Parser, Subcommand};
-use dflash_bench::{bench, demo};
+use dflash_bench::{bench, demo, load};
 use tracing_subscriber::EnvFilter;
 
 #[derive(Parser)]
@@ -17,6 +17,8 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Measure speed and accept length on prompt files
     Bench(bench::BenchArgs),
+    /// Measure several clients at once: is speculation ever slower?
+    Load(load::LoadArgs),
 }
 
 #[tokio::main]
@@ -31,5 +33,6 @@ async fn main() -> anyhow::Result<()> {
     match Cli::parse().command {
         Command::Demo(args) => demo::run(&args).await,
         Command::Bench(args) => bench::run(&args).await,
+        Command::Load(args) => load::run(&args).await,
     }
 }

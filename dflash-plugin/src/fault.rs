@@ -12,7 +12,9 @@ pub enum FaultPoint {
     Verify,
     /// Before the features of a prompt or plain step are materialized.
     Materialize,
+    /// The features of a verify pass turn to NaN instead of an error being returned.
+    NanFeatures,
 }
 
-/// Says whether to fail at this point, each time it is passed.
+/// Says whether to fail at this point, each time it is passed. It may panic, too.
 pub type FaultHook = Arc<dyn Fn(FaultPoint) -> bool + Send + Sync>;

@@ -25,7 +25,9 @@
 
 pub mod accept;
 pub mod checkpoint;
+pub mod commit;
 pub mod config;
+pub mod controller;
 pub mod draft;
 pub mod error;
 pub mod fault;

@@ -14,14 +14,32 @@ pub enum Fallback {
     NoRoom,
     /// The draft model's positions end before the block's last one.
     DraftContextEnd,
-    /// The draft model or the verify pass returned an error.
+    /// The draft model or the verify pass failed: an error or a panic.
     Error,
+    /// Drafting is measured to be slower than plain decoding at the moment, or plain decoding is
+    /// being measured.
+    NotWorthwhile,
+    /// The request turned speculation off.
+    DisabledByRequest,
     /// Target or draft KV did not have the length that invariant I2 asks for. A bug: it is
     /// repaired or the draft KV dropped, and tests fail on it.
     OutOfStep,
 }
 
 impl Fallback {
+    /// As a metrics label.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NoDraftContext => "no_draft_context",
+            Self::NoRoom => "no_room",
+            Self::DraftContextEnd => "draft_context_end",
+            Self::Error => "error",
+            Self::NotWorthwhile => "not_worthwhile",
+            Self::DisabledByRequest => "disabled_by_request",
+            Self::OutOfStep => "out_of_step",
+        }
+    }
+
     /// What a user may want to know or change.
     fn meaning(self) -> &'static str {
         match self {
@@ -29,6 +47,10 @@ impl Fallback {
             Self::NoRoom => "the target's context ends within the next block",
             Self::DraftContextEnd => "the sequence is longer than the draft model's context",
             Self::Error => "drafting or verifying failed",
+            Self::NotWorthwhile => {
+                "drafting does not pay at the moment, or its gain is being measured"
+            }
+            Self::DisabledByRequest => "a request turned speculation off",
             Self::OutOfStep => "the KV caches of target and draft model were out of step",
         }
     }
@@ -51,6 +73,8 @@ pub struct StatsSnapshot {
     pub restored: u64,
     /// Steps decoded plainly, one a sequence, by reason.
     pub fallbacks: BTreeMap<Fallback, u64>,
+    /// Sequences and prefix-cache entries that own draft KV now.
+    pub live: u64,
 }
 
 impl StatsSnapshot {
@@ -81,9 +105,13 @@ impl StatsSnapshot {
             accepts,
             restored: self.restored - earlier.restored,
             fallbacks,
+            live: self.live,
         }
     }
 }
+
+/// Owners of draft KV, for the host's metrics.
+const LIVE_METRIC: &str = "mistralrs_speculative_draft_states";
 
 /// A handle on the counters; clones count into the same ones.
 #[derive(Debug, Clone, Default)]
@@ -117,7 +145,11 @@ impl Stats {
         let mut stats = self.lock();
         let count = stats.fallbacks.entry(reason).or_default();
         *count += 1;
-        if *count == 1 {
+        let is_wanted = matches!(
+            reason,
+            Fallback::NotWorthwhile | Fallback::DisabledByRequest
+        );
+        if *count == 1 && !is_wanted {
             tracing::warn!(
                 "DFlash: decoding plainly for a step: {} (said once, counted always)",
                 reason.meaning()
@@ -125,8 +157,32 @@ impl Stats {
         }
     }
 
+    /// A guard that counts one owner of draft KV as long as it lives.
+    pub fn live(&self) -> Live {
+        self.lock().live += 1;
+        metrics::gauge!(LIVE_METRIC).increment(1.0);
+        Live(self.clone())
+    }
+
     pub fn snapshot(&self) -> StatsSnapshot {
         self.lock().clone()
+    }
+}
+
+/// Counts an owner of draft KV until it is dropped; so does every clone.
+#[derive(Debug)]
+pub struct Live(Stats);
+
+impl Clone for Live {
+    fn clone(&self) -> Self {
+        self.0.live()
+    }
+}
+
+impl Drop for Live {
+    fn drop(&mut self) {
+        self.0.lock().live -= 1;
+        metrics::gauge!(LIVE_METRIC).decrement(1.0);
     }
 }
 
@@ -148,5 +204,15 @@ mod tests {
         assert_eq!(later.tau(), Some(1.0));
         assert_eq!(later.accepts, vec![1, 0, 0]);
         assert_eq!(later.fallbacks[&Fallback::NoRoom], 1);
+    }
+
+    #[test]
+    fn owners_of_draft_kv_are_counted_while_they_live() {
+        let stats = Stats::default();
+        let one = stats.live();
+        let two = one.clone();
+        assert_eq!(stats.snapshot().live, 2);
+        drop((one, two));
+        assert_eq!(stats.snapshot().live, 0);
     }
 }

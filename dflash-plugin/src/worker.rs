@@ -80,12 +80,27 @@ impl DFlashWorker {
         self.model.new_kv()
     }
 
-    /// Draft `block_size - 1` tokens for every job in one forward pass (any context lengths).
+    /// Draft `rows - 1` tokens for every job in one forward pass (any context lengths).
     ///
-    /// The block is `[anchor, MASK, ..]` at positions `n..n + block_size`; the drafts are the
-    /// argmax of the target's head on rows `1..`. Does not change the jobs' K/V.
-    pub fn draft(&self, target: &dyn TargetHead, jobs: &[DraftJob<'_>]) -> Result<Vec<Vec<u32>>> {
-        let (batch, block) = (jobs.len(), self.block_size);
+    /// The block is `[anchor, MASK, ..]` at positions `n..n + rows`; the drafts are the argmax of
+    /// the target's head on rows `1..`. Does not change the jobs' K/V.
+    ///
+    /// # Errors
+    /// If `rows` is not within `2..=block_size`.
+    pub fn draft(
+        &self,
+        target: &dyn TargetHead,
+        jobs: &[DraftJob<'_>],
+        rows: usize,
+    ) -> Result<Vec<Vec<u32>>> {
+        if !(2..=self.block_size).contains(&rows) {
+            return Err(DFlashError::input(
+                "rows of a draft block",
+                format!("2 to {}", self.block_size),
+                rows.to_string(),
+            ));
+        }
+        let (batch, block) = (jobs.len(), rows);
         let mut ids = vec![self.mask_token; batch * block];
         for (row, job) in ids.chunks_mut(block).zip(jobs) {
             row[0] = job.anchor;

@@ -1,9 +1,12 @@
 //! Invariant I4: requests that run together do not touch each other.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
 use dflash_bench::engine::{Engine, Generation, Job, Prompt, Setup};
+use dflash_plugin::stats::Fallback;
 use dflash_plugin::DFlashMethod;
+use dflash_tests::tiny::{self, TinyPair};
 use dflash_tests::{compare_greedy, drafter, gguf, golden, target, GreedyFile};
 
 const TOKENS: usize = 48;
@@ -211,4 +214,116 @@ async fn sampling_gives_the_same_tokens_with_and_without_dflash() {
         stats.accepted > 0 && stats.accepted < stats.proposed,
         "{stats:?}"
     );
+}
+
+/// Requests of unequal length: all of them in every pass, from the first token to the last.
+#[tokio::test(flavor = "multi_thread")]
+async fn eight_requests_of_unequal_length_share_their_passes_and_none_waits_for_another() {
+    let file: GreedyFile = golden("greedy.json");
+    let rounds = Arc::new(Mutex::new(Vec::new()));
+    let seen = rounds.clone();
+    let method = DFlashMethod::new().with_observer(Arc::new(move |round| {
+        seen.lock().unwrap().push((round.sequence, round.batch));
+    }));
+    let setup = Setup::dflash(&target(), &drafter(), Some(8));
+    let engine = Engine::load_with(&setup, method).await.unwrap();
+    let chosen: Vec<_> = file.prompts.iter().step_by(2).take(8).collect();
+    let prompts: Vec<Vec<u32>> = chosen.iter().map(|p| p.input_ids.clone()).collect();
+    let mut lengths: Vec<usize> = prompts.iter().map(Vec::len).collect();
+    lengths.sort_unstable();
+    lengths.dedup();
+    assert!(lengths.len() > 4, "the prompts are of {lengths:?} tokens");
+    let got = together(&engine, &prompts).await;
+    for (got, want) in got.iter().zip(&chosen) {
+        let reference = &want.greedy_ids[..TOKENS.min(want.greedy_ids.len())];
+        compare_greedy(&want.id, reference, &want.gaps, &got.tokens).unwrap();
+    }
+    assert!(engine.stats().fallbacks.is_empty(), "{:?}", engine.stats());
+    let rounds = rounds.lock().unwrap();
+    let alone = rounds.iter().filter(|(_, batch)| *batch == 1).count();
+    println!("{alone} of {} rounds were alone", rounds.len());
+    assert!(alone * 5 < rounds.len(), "{alone} of {}", rounds.len());
+    // Between two rounds of the first request, every other one has at most one of its own.
+    let first = rounds[0].0;
+    let last = rounds.iter().rposition(|(id, _)| *id == first).unwrap();
+    let mut since = HashSet::new();
+    for (sequence, _) in &rounds[..=last] {
+        if *sequence == first {
+            since.clear();
+        } else {
+            assert!(
+                since.insert(*sequence),
+                "sequence {sequence} had two rounds while {first} waited"
+            );
+        }
+    }
+}
+
+/// A request that turned speculation off, next to two that did not.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_without_speculation_decodes_plainly_and_its_neighbours_draft() {
+    let file: GreedyFile = golden("greedy.json");
+    let sequences = Arc::new(Mutex::new(HashSet::new()));
+    let seen = sequences.clone();
+    let method = DFlashMethod::new().with_observer(Arc::new(move |round| {
+        seen.lock().unwrap().insert(round.sequence);
+    }));
+    let setup = Setup::dflash(&target(), &drafter(), Some(8));
+    let engine = Engine::load_with(&setup, method).await.unwrap();
+    let chosen: Vec<_> = file.prompts.iter().step_by(7).take(3).collect();
+    let jobs: Vec<Job> = chosen
+        .iter()
+        .enumerate()
+        .map(|(i, p)| Job {
+            speculative: i != 1,
+            ..Job::greedy(Prompt::Tokens(p.input_ids.clone()), TOKENS).recorded()
+        })
+        .collect();
+    let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
+    let got = futures_util::future::join_all(running).await;
+    for (got, want) in got.into_iter().zip(&chosen) {
+        let reference = &want.greedy_ids[..TOKENS.min(want.greedy_ids.len())];
+        compare_greedy(&want.id, reference, &want.gaps, &got.unwrap().tokens).unwrap();
+    }
+    let stats = engine.stats();
+    assert_eq!(sequences.lock().unwrap().len(), 2, "sequences that drafted");
+    let reasons: Vec<_> = stats.fallbacks.keys().collect();
+    assert_eq!(reasons, [&Fallback::DisabledByRequest], "{stats:?}");
+    assert_eq!(stats.live, 0, "{stats:?}");
+}
+
+/// A sequence at the end of the target's context, next to one with room.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sequence_without_room_does_not_stop_its_neighbour_from_drafting() {
+    let folder = tempfile::tempdir().unwrap();
+    let pair = TinyPair {
+        drafter_positions: 1024,
+        ..TinyPair::default()
+    };
+    let (target, drafter) = tiny::write(&pair, folder.path());
+    let plain = Engine::load(&Setup::plain(&target)).await.unwrap();
+    let setup = Setup::dflash(&target, &drafter, Some(16));
+    let dflash = Engine::load(&setup).await.unwrap();
+    let jobs: Vec<Job> = [(500, 13), (100, 60)]
+        .into_iter()
+        .map(|(len, tokens)| {
+            let ids = (0..len).map(|i| 100 + i * 7 % 900).collect();
+            Job::greedy(Prompt::Tokens(ids), tokens).recorded()
+        })
+        .collect();
+    let mut want = Vec::new();
+    for job in &jobs {
+        want.push(plain.generate(job, |_| ()).await.unwrap());
+    }
+    let running = jobs.iter().map(|job| dflash.generate(job, |_| ()));
+    for (got, want) in futures_util::future::join_all(running)
+        .await
+        .iter()
+        .zip(want)
+    {
+        assert_eq!(got.as_ref().unwrap().tokens, want.tokens);
+    }
+    let stats = dflash.stats();
+    assert!(stats.fallbacks[&Fallback::NoRoom] <= 13, "{stats:?}");
+    assert!(stats.drafts >= 30, "{stats:?}");
 }

@@ -11,13 +11,24 @@ use dflash_plugin::DFlashMethod;
 use dflash_tests::tiny::{self, TinyPair};
 use dflash_tests::{drafter, golden, target, GreedyFile};
 
+/// How a pass fails.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    Error,
+    Panic,
+}
+
 /// Decode a recorded prompt while every third pass of `point` fails.
-async fn with_faults_at(point: FaultPoint) -> StatsSnapshot {
+async fn with_faults_at(point: FaultPoint, kind: Kind) -> StatsSnapshot {
     let file: GreedyFile = golden("greedy.json");
     let prompt = &file.prompts[5];
     let passes = AtomicUsize::new(0);
     let method = DFlashMethod::new().with_fault(Arc::new(move |at| {
-        at == point && passes.fetch_add(1, Ordering::Relaxed) % 3 == 1
+        let fails = at == point && passes.fetch_add(1, Ordering::Relaxed) % 3 == 1;
+        match kind {
+            Kind::Panic if fails => panic!("injected panic at {at:?}"),
+            _ => fails,
+        }
     }));
     let setup = Setup::dflash(&target(), &drafter(), Some(8));
     let engine = Engine::load_with(&setup, method).await.unwrap();
@@ -32,30 +43,37 @@ async fn with_faults_at(point: FaultPoint) -> StatsSnapshot {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_failing_draft_or_verify_pass_costs_one_plain_step_each() {
     for point in [FaultPoint::Draft, FaultPoint::Verify] {
-        let stats = with_faults_at(point).await;
-        assert!(
-            stats.fallbacks[&Fallback::Error] > 1,
-            "{point:?}: {stats:?}"
-        );
-        assert!(
-            stats.accepted > 10,
-            "{point:?}: drafting did not go on: {stats:?}"
-        );
+        for kind in [Kind::Error, Kind::Panic] {
+            let stats = with_faults_at(point, kind).await;
+            let what = format!("{kind:?} at {point:?}: {stats:?}");
+            assert!(stats.fallbacks[&Fallback::Error] > 1, "{what}");
+            assert!(stats.accepted > 10, "drafting did not go on: {what}");
+        }
     }
+}
+
+/// NaN spoils a sequence's draft KV for good: its drafts are worthless, its text is not.
+#[tokio::test(flavor = "multi_thread")]
+async fn nan_features_cost_drafts_and_no_text() {
+    let stats = with_faults_at(FaultPoint::NanFeatures, Kind::Error).await;
+    assert!(stats.fallbacks.is_empty(), "{stats:?}");
+    assert!(stats.accepts[0] > stats.drafts / 2, "{stats:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sequence_whose_prompt_was_not_materialized_decodes_plainly() {
     // The second request's prompt is the second pass.
-    let stats = with_faults_at(FaultPoint::Materialize).await;
-    assert!(stats.fallbacks[&Fallback::NoDraftContext] > 50, "{stats:?}");
-    assert!(stats.accepted > 10, "the first request drafted: {stats:?}");
+    for kind in [Kind::Error, Kind::Panic] {
+        let stats = with_faults_at(FaultPoint::Materialize, kind).await;
+        assert!(stats.fallbacks[&Fallback::NoDraftContext] > 50, "{stats:?}");
+        assert!(stats.accepted > 10, "the first request drafted: {stats:?}");
+    }
 }
 
-/// Contexts that end at 512 positions: the last block does not fit whole.
+/// The target ends at 512 positions, the draft model before or after it.
 #[tokio::test(flavor = "multi_thread")]
 async fn near_the_end_of_the_context_the_block_shrinks_and_the_text_stays_the_same() {
-    for drafter_positions in [512, 1024] {
+    for drafter_positions in [506, 1024] {
         let pair = TinyPair {
             drafter_positions,
             ..TinyPair::default()
@@ -79,7 +97,7 @@ async fn near_the_end_of_the_context_the_block_shrinks_and_the_text_stays_the_sa
         }
         let stats = dflash.stats();
         let expected = match drafter_positions {
-            512 => Fallback::DraftContextEnd,
+            506 => Fallback::DraftContextEnd,
             _ => Fallback::NoRoom,
         };
         assert!(

@@ -1,8 +1,6 @@
 //! The real binary over real HTTP with a real client.
 
-use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
 
 use async_openai::config::OpenAIConfig;
 use async_openai::types::chat::{
@@ -11,105 +9,9 @@ use async_openai::types::chat::{
 };
 use async_openai::types::completions::CreateCompletionRequestArgs;
 use async_openai::Client;
-use dflash_tests::{drafter, root, target};
+use dflash_tests::server::{binary, Server};
+use dflash_tests::target;
 use futures_util::StreamExt;
-
-/// A running `mistralrs serve`, ended with the test.
-struct Server {
-    child: Child,
-    port: u16,
-    log: tempfile::NamedTempFile,
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.child.kill().ok();
-        self.child.wait().ok();
-    }
-}
-
-fn binary() -> std::path::PathBuf {
-    let path = std::env::var_os("DFLASH_TEST_BIN")
-        .map_or_else(|| root().join("target/debug/mistralrs"), Into::into);
-    assert!(
-        path.exists(),
-        "{} does not exist: run `cargo build -p mistralrs-dflash`",
-        path.display()
-    );
-    path
-}
-
-impl Server {
-    async fn start(speculative: &[&str]) -> Self {
-        let port = TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-            .port();
-        let log = tempfile::NamedTempFile::new().unwrap();
-        let child = Command::new(binary())
-            .args([
-                "serve",
-                "--host",
-                "127.0.0.1",
-                "-p",
-                &port.to_string(),
-                "--cpu",
-                "--dtype",
-                "f32",
-            ])
-            .arg("-m")
-            .arg(target())
-            .args(speculative)
-            .stdout(log.reopen().unwrap())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut server = Self { child, port, log };
-        let start = Instant::now();
-        while reqwest::get(server.url("health")).await.is_err() {
-            assert!(
-                server.child.try_wait().unwrap().is_none(),
-                "the server ended at start-up"
-            );
-            assert!(
-                start.elapsed() < Duration::from_secs(120),
-                "the server does not answer"
-            );
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
-        server
-    }
-
-    async fn with_dflash() -> Self {
-        let drafter = drafter();
-        let drafter = drafter.to_str().unwrap();
-        Self::start(&[
-            "--speculative",
-            "dflash",
-            "--speculative-draft-model",
-            drafter,
-            "--speculative-block-size",
-            "16",
-        ])
-        .await
-    }
-
-    fn log(&self) -> String {
-        std::fs::read_to_string(self.log.path()).unwrap()
-    }
-
-    fn url(&self, path: &str) -> String {
-        format!("http://127.0.0.1:{}/{path}", self.port)
-    }
-
-    fn client(&self) -> Client<OpenAIConfig> {
-        let config = OpenAIConfig::new()
-            .with_api_base(self.url("v1"))
-            .with_api_key("none");
-        Client::with_config(config)
-    }
-}
 
 fn question(text: &str, max_tokens: u32) -> CreateChatCompletionRequest {
     let message = ChatCompletionRequestUserMessageArgs::default()
@@ -232,7 +134,7 @@ async fn max_tokens_1_to_17_are_met_exactly_and_counted_in_usage() {
 
 #[test]
 fn help_explains_the_flags_and_a_wrong_method_is_named() {
-    for command in ["serve", "run", "from-config"] {
+    for command in ["serve", "run", "from-config", "bench"] {
         let help = Command::new(binary())
             .args([command, "--help"])
             .output()

@@ -1,4 +1,4 @@
-//! `cargo xtask demo` and `cargo xtask bench`: set everything up, then become `dflash-bench`.
+//! `cargo xtask demo`, `bench` and `load`: set everything up, then become `dflash-bench`.
 
 use std::path::{Path, PathBuf};
 
@@ -14,12 +14,13 @@ pub fn demo(root: &Path, mut rest: Vec<String>) -> Result<()> {
     become_bench(root, "demo", &rest)
 }
 
-pub fn bench(root: &Path, mut rest: Vec<String>) -> Result<()> {
+/// Host, target, prompts and binaries for `bench` and `load`.
+pub fn measure(root: &Path, command: &str, mut rest: Vec<String>) -> Result<()> {
     set_up_pair(root, &mut rest)?;
     if !args::has(&rest, "--prompts") {
         args::default(&mut rest, "--prompts", &prompts::set_up(root, false)?);
     }
-    become_bench(root, "bench", &rest)
+    become_bench(root, command, &rest)
 }
 
 /// Fills in target and draft model where none is given; the target is downloaded only then.

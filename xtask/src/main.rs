@@ -79,6 +79,12 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         rest: Vec<String>,
     },
+    /// Set everything up and measure several clients at once: is speculation ever slower?
+    Load {
+        /// Options of `dflash-bench load`; `-- --help` lists them
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        rest: Vec<String>,
+    },
     /// Run everything that CI runs
     Test {
         /// Also the long runs: all held-out prompts, all block sizes
@@ -137,7 +143,8 @@ fn run(command: Command) -> Result<()> {
                 bench::demo(&root, rest)
             }
         }
-        Command::Bench { rest } => bench::bench(&root, rest),
+        Command::Bench { rest } => bench::measure(&root, "bench", rest),
+        Command::Load { rest } => bench::measure(&root, "load", rest),
         Command::Test { full } => ci::run(&root, full),
         Command::Install { root: to } => install::install(&root, to.as_deref()),
         Command::WatchServer { .. } => Ok(()),

@@ -20,6 +20,7 @@ pub struct DFlashLoader {
     target: Box<dyn Loader>,
     draft_model: String,
     block_size: Option<usize>,
+    is_adaptive: bool,
     hooks: Hooks,
 }
 
@@ -46,6 +47,7 @@ impl DFlashLoader {
             target,
             draft_model,
             block_size: options.block_size,
+            is_adaptive: options.adaptive.unwrap_or(true),
             hooks,
         })
     }
@@ -74,7 +76,8 @@ impl DFlashLoader {
                      there, speculation is slower than plain decoding"
                 );
             }
-            Ok(DFlashPipeline::new(target, worker, self.hooks.clone()))
+            let hooks = self.hooks.clone();
+            Ok(DFlashPipeline::new(target, worker, hooks, self.is_adaptive))
         };
         let pipeline = attach().with_context(|| {
             format!(

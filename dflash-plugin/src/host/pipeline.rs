@@ -9,7 +9,8 @@ use candle_core::{Device, Tensor};
 use mistralrs_core::plugin::{
     AnyMoePipelineMixin, CacheBackendMetadata, CacheManagerMixin, DeviceMapper, EitherCache,
     ForwardInputsResult, GeneralMetadata, HiddenTaps, IsqPipelineMixin, MetadataMixin,
-    PreProcessingMixin, PrefixCacheManagerV2, Processor, Sequence, SpeculativeTarget,
+    PreProcessingMixin, PrefixCacheManagerV2, Processor, Sequence, SpeculativeCounters,
+    SpeculativeTarget,
 };
 use mistralrs_core::{ChatTemplate, IsqType, ModelCategory, ModelGenerationDefaults, Pipeline};
 use rand_isaac::Isaac64Rng;
@@ -17,6 +18,7 @@ use tokenizers::Tokenizer;
 use tokio::sync::OwnedMutexGuard;
 
 use super::method::Hooks;
+use crate::controller::Controller;
 use crate::worker::{DFlashWorker, TargetHead};
 
 /// The target's pipeline, held locked for good: nobody else has a handle on it.
@@ -27,17 +29,29 @@ pub struct DFlashPipeline {
     pub(super) target: Target,
     pub(super) worker: DFlashWorker,
     pub(super) hooks: Hooks,
+    /// Chooses the rows to verify; `None` verifies whole blocks always.
+    pub(super) controller: Option<Controller>,
+    /// What the host reports.
+    pub(super) counters: Arc<SpeculativeCounters>,
     /// Warnings given so far; see `warn`.
     pub(super) warnings: AtomicUsize,
 }
 
 impl DFlashPipeline {
     /// `worker` must come from [`super::pairing::join`] with the same target.
-    pub(super) fn new(target: Target, worker: DFlashWorker, hooks: Hooks) -> Self {
+    pub(super) fn new(
+        target: Target,
+        worker: DFlashWorker,
+        hooks: Hooks,
+        is_adaptive: bool,
+    ) -> Self {
+        let controller = is_adaptive.then(|| Controller::new(worker.block_size()));
         Self {
             target,
             worker,
             hooks,
+            controller,
+            counters: Arc::default(),
             warnings: AtomicUsize::new(0),
         }
     }
@@ -124,6 +138,14 @@ impl Pipeline for DFlashPipeline {
 
     fn speculative_target(&self) -> Option<&dyn SpeculativeTarget> {
         self.target.speculative_target()
+    }
+
+    fn batches_unequal_lengths(&self) -> bool {
+        true
+    }
+
+    fn speculative_counters(&self) -> Option<Arc<SpeculativeCounters>> {
+        Some(self.counters.clone())
     }
 
     fn encoder_cache_counters(&self) -> Option<(Arc<AtomicUsize>, Arc<AtomicUsize>)> {

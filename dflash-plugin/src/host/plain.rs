@@ -7,8 +7,9 @@ use candle_core::{IndexOp, Result, Tensor, D};
 use mistralrs_core::plugin::{CacheInstruction, InputProcessorOutput, Sequence};
 
 use super::pipeline::{DFlashPipeline, Target};
-use super::step::Sampling;
-use super::{state, verify};
+use super::state::{self, DraftState};
+use super::step::{caught, Sampling};
+use super::verify;
 use crate::fault::FaultPoint;
 use crate::stats::Fallback;
 
@@ -50,7 +51,7 @@ impl DFlashPipeline {
         let logits = verify::logits_of(self.target.forward_inputs(inputs, false)?)?;
         let elapsed = start.elapsed();
         let rows: Vec<NewRows> = seqs.iter().map(|seq| NewRows::of(seq, is_prompt)).collect();
-        if let Err(error) = self.commit_rows(seqs, &rows) {
+        if let Err(error) = caught(|| self.commit_rows(seqs, &rows)) {
             self.warn("no draft KV for this batch, it decodes plainly", &error);
             seqs.iter_mut().for_each(|seq| state::drop_kv(seq));
         }
@@ -79,11 +80,16 @@ impl DFlashPipeline {
     /// Materialize the rows that a plain pass has just processed.
     fn commit_rows(&self, seqs: &mut [&mut Sequence], rows: &[NewRows]) -> Result<()> {
         self.hooks.fault_at(FaultPoint::Materialize)?;
+        let has_draft_kv = |seq: &&mut Sequence| state::kv(seq).is_some();
+        if rows.iter().all(|rows| rows.start > 0) && !seqs.iter().any(has_draft_kv) {
+            self.taps()?.clear();
+            return Ok(());
+        }
         let taps = self.take_taps()?;
         for (i, (seq, rows)) in seqs.iter_mut().zip(rows).enumerate() {
             if rows.start == 0 {
                 let kv = self.worker.new_kv()?;
-                state::set_kv(seq, kv);
+                state::set(seq, DraftState::new(kv, self.hooks.stats.live()));
             }
             let fits = rows.start + rows.count <= self.worker.max_positions();
             match state::kv_mut(seq) {
@@ -99,7 +105,7 @@ impl DFlashPipeline {
                         true => Fallback::OutOfStep,
                         false => Fallback::DraftContextEnd,
                     };
-                    self.hooks.stats.fell_back(reason);
+                    self.fell_back(reason);
                     state::drop_kv(seq);
                 }
                 None => (),

@@ -1,5 +1,6 @@
 //! One engine step of a batch: plan, draft, verify, accept, commit; or a plain step (`plain`).
 
+use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ use rand_isaac::Isaac64Rng;
 use super::pipeline::{DFlashPipeline, Target};
 use super::plain::apply;
 use super::{state, verify};
-use crate::accept::{AcceptWalk, Verdict};
+use crate::commit::{self, Choice, VerifiedSequence};
 use crate::fault::FaultPoint;
 use crate::kv::SequenceKv;
 use crate::stats::Fallback;
@@ -47,12 +48,22 @@ impl Sampling<'_> {
     }
 }
 
-/// A batch that is about to be verified.
-struct Verification {
+/// How the sequences of a step are decoded.
+struct Plan {
+    /// Rows to verify of each speculating sequence: its anchor and `rows - 1` drafts.
+    rows: usize,
+    /// By sequence: why it is decoded plainly; `None` speculates.
+    plain: Vec<Option<Fallback>>,
+}
+
+/// Sequences that have been verified in one pass.
+struct Verified {
     /// Rows in every sequence's KV cache before the step (`n`).
-    base: usize,
+    bases: Vec<usize>,
     /// Anchor and drafts of every sequence, all of one length.
     blocks: Vec<Vec<u32>>,
+    /// `[batch, rows, vocab]`
+    logits: Tensor,
 }
 
 impl DFlashPipeline {
@@ -76,19 +87,7 @@ impl DFlashPipeline {
             return self.plain_step(seqs, true, sampling, pre_op, post_op).await;
         }
         apply(&self.target, seqs, pre_op);
-        let start = Instant::now();
-        match self.draft_and_verify(seqs)? {
-            Ok((verification, logits)) => {
-                let elapsed = start.elapsed();
-                self.accept(seqs, &verification, &logits, sampling).await?;
-                Ok(elapsed)
-            }
-            Err(reason) => {
-                seqs.iter().for_each(|_| self.hooks.stats.fell_back(reason));
-                self.plain_step(seqs, false, sampling, CacheInstruction::Nothing, post_op)
-                    .await
-            }
-        }
+        self.decode_step(seqs, sampling, post_op).await
     }
 
     /// A step whose raw logits the caller wants: the target's own, and no draft KV comes of it.
@@ -116,26 +115,110 @@ impl DFlashPipeline {
         elapsed
     }
 
+    /// One step of sequences that are all decoding.
+    async fn decode_step(
+        &mut self,
+        seqs: &mut [&mut Sequence],
+        mut sampling: Sampling<'_>,
+        post_op: CacheInstruction,
+    ) -> Result<Duration> {
+        self.align(seqs)?;
+        let start = Instant::now();
+        let plan = self.plan(seqs)?;
+        for reason in plan.plain.iter().flatten() {
+            self.fell_back(*reason);
+        }
+        let speculating = plan.plain.iter().filter(|plain| plain.is_none()).count();
+        if speculating == seqs.len() {
+            if let Some(verified) = self.draft_and_verify(seqs, plan.rows)? {
+                let elapsed = start.elapsed();
+                self.accept(seqs, &verified, &mut sampling).await?;
+                self.observe_cost(seqs.len(), plan.rows, start.elapsed());
+                return Ok(elapsed);
+            }
+            seqs.iter().for_each(|_| self.fell_back(Fallback::Error));
+            return self
+                .plain_step(seqs, false, sampling, CacheInstruction::Nothing, post_op)
+                .await;
+        }
+        if speculating == 0 {
+            let elapsed = self
+                .plain_step(seqs, false, sampling, CacheInstruction::Nothing, post_op)
+                .await?;
+            self.observe_cost(seqs.len(), 1, start.elapsed());
+            return Ok(elapsed);
+        }
+        self.mixed_step(seqs, &plan, sampling, post_op).await
+    }
+
+    /// Some sequences speculate and some do not: two passes, each with the model's cache to
+    /// itself.
+    async fn mixed_step(
+        &mut self,
+        seqs: &mut [&mut Sequence],
+        plan: &Plan,
+        mut sampling: Sampling<'_>,
+        post_op: CacheInstruction,
+    ) -> Result<Duration> {
+        let start = Instant::now();
+        let (mut speculating, mut plain) = (Vec::new(), Vec::new());
+        for (seq, reason) in seqs.iter_mut().zip(&plan.plain) {
+            match reason {
+                None => speculating.push(&mut **seq),
+                Some(_) => plain.push(&mut **seq),
+            }
+        }
+        self.target.clone_in_cache(&mut speculating);
+        match self.draft_and_verify(&mut speculating, plan.rows)? {
+            Some(verified) => {
+                self.accept(&mut speculating, &verified, &mut sampling)
+                    .await?;
+            }
+            None => {
+                speculating
+                    .iter()
+                    .for_each(|_| self.fell_back(Fallback::Error));
+                let sampling = Sampling {
+                    prefix_cacher: sampling.prefix_cacher,
+                    disable_eos_stop: sampling.disable_eos_stop,
+                    rng: sampling.rng.clone(),
+                };
+                let nothing = CacheInstruction::Nothing;
+                self.plain_step(&mut speculating, false, sampling, nothing, post_op.clone())
+                    .await?;
+            }
+        }
+        self.plain_step(&mut plain, false, sampling, CacheInstruction::In, post_op)
+            .await?;
+        Ok(start.elapsed())
+    }
+
     /// Draft and run the verify pass; after it the draft KV of each sequence has all verified
-    /// rows. If that cannot be done, target and draft KV are as before and the reason is returned.
+    /// rows. If that cannot be done, target and draft KV are as before and `None` is returned.
     ///
     /// # Errors
     /// If they could not be put back: a plain step would then decode from wrong KV.
     fn draft_and_verify(
         &mut self,
         seqs: &mut [&mut Sequence],
-    ) -> Result<std::result::Result<(Verification, Tensor), Fallback>> {
-        self.align(seqs)?;
-        let verification = match self.plan(seqs) {
-            Ok(verification) => verification,
-            Err(reason) => return Ok(Err(reason)),
-        };
-        match self.verify(seqs, &verification) {
-            Ok(logits) => Ok(Ok((verification, logits))),
+        rows: usize,
+    ) -> Result<Option<Verified>> {
+        let bases: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
+        let result = caught(|| {
+            let blocks = self.draft(seqs, rows)?;
+            let logits = self.verify(seqs, &bases, &blocks)?;
+            Ok((blocks, logits))
+        });
+        match result {
+            Ok((blocks, logits)) => Ok(Some(Verified {
+                bases,
+                blocks,
+                logits,
+            })),
             Err(error) => {
-                self.warn("verify failed, decoding plainly", &error);
-                self.undo(seqs, verification.base)?;
-                Ok(Err(Fallback::Error))
+                self.warn("draft or verify failed, decoding plainly", &error);
+                self.undo(seqs, &bases)?;
+                Ok(None)
             }
         }
     }
@@ -145,92 +228,119 @@ impl DFlashPipeline {
         for seq in seqs.iter_mut() {
             self.check_lengths(seq)?;
         }
-        let committed = seqs.first().map_or(0, |seq| committed(seq));
-        if verify::model_len(&*self.target)? != Some(committed) {
-            // The host reloads it when other sequences are scheduled; this is for a host that
-            // has missed a reason to.
-            self.hooks.stats.fell_back(Fallback::OutOfStep);
+        let lens: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
+        // The host reloads it when other sequences are scheduled. It does not know of a step that
+        // was run in two passes.
+        if !verify::model_holds(&*self.target, &lens)? {
             self.target.clone_in_cache(seqs);
         }
         Ok(())
     }
 
-    /// Decide how many rows to verify and draft them.
-    fn plan(&self, seqs: &[&mut Sequence]) -> std::result::Result<Verification, Fallback> {
-        let base = seqs.first().map_or(0, |seq| committed(seq));
-        // The host's scheduler batches sequences of equal length only.
-        if seqs.iter().any(|seq| committed(seq) != base) {
-            return Err(Fallback::OutOfStep);
-        }
-        let capacity = verify::model_capacity(&*self.target)
-            .map_err(|error| {
-                self.warn("the target's KV cache cannot be read", &error);
-                Fallback::Error
-            })?
-            .min(self.target.get_metadata().max_seq_len);
-        let rows = self.worker.block_size().min(capacity.saturating_sub(base));
-        if rows < 2 {
-            return Err(Fallback::NoRoom);
-        }
-        if base + self.worker.block_size() > self.worker.max_positions() {
-            return Err(Fallback::DraftContextEnd);
-        }
-        let jobs: Vec<DraftJob> = seqs
+    /// Decide which sequences speculate, and how many rows to verify.
+    fn plan(&mut self, seqs: &[&mut Sequence]) -> Result<Plan> {
+        let capacity =
+            verify::model_capacity(&*self.target)?.min(self.target.get_metadata().max_seq_len);
+        // Rows that each may verify, or why it is decoded plainly.
+        let rooms: Vec<std::result::Result<usize, Fallback>> =
+            seqs.iter().map(|seq| self.room(seq, capacity)).collect();
+        let most = rooms.iter().flatten().copied().max().unwrap_or(1);
+        let speculating: Vec<_> = seqs
             .iter()
-            .filter_map(|seq| {
-                let anchor = seq.get_toks().last().copied()?;
-                let kv = state::kv(seq)?;
-                Some(DraftJob { anchor, kv })
+            .zip(&rooms)
+            .filter(|(_, room)| room.is_ok())
+            .filter_map(|(seq, _)| state::of(seq))
+            .collect();
+        let rows = match &mut self.controller {
+            Some(controller) if !speculating.is_empty() => {
+                let acceptances: Vec<_> = speculating.iter().map(|s| &s.acceptance).collect();
+                controller.choose(&acceptances, most)
+            }
+            _ => self.worker.block_size().min(most),
+        };
+        metrics::gauge!("mistralrs_speculative_rows").set(rows as f64);
+        let plain = rooms
+            .into_iter()
+            .map(|room| match room {
+                Err(reason) => Some(reason),
+                Ok(_) if rows < 2 => Some(Fallback::NotWorthwhile),
+                // Its last tokens, while its neighbours' blocks are longer.
+                Ok(room) if room < rows => Some(Fallback::NoRoom),
+                Ok(_) => None,
             })
             .collect();
-        if jobs.is_empty() {
+        Ok(Plan { rows, plain })
+    }
+
+    /// Rows that a sequence can verify: 2 or more.
+    fn room(&self, seq: &Sequence, capacity: usize) -> std::result::Result<usize, Fallback> {
+        if !seq.speculation_enabled() {
+            return Err(Fallback::DisabledByRequest);
+        }
+        let committed = committed(seq);
+        if state::kv(seq).is_none() {
             return Err(Fallback::NoDraftContext);
         }
-        let drafted = self
-            .hooks
-            .fault_at(FaultPoint::Draft)
-            .and_then(|()| self.head())
-            .map_err(Into::into)
-            .and_then(|head| self.worker.draft(&head, &jobs));
-        let drafts = drafted.map_err(|error| {
-            self.warn("draft failed, decoding plainly", &error);
-            Fallback::Error
-        })?;
-        // A sequence without draft KV rides along with drafts that are merely unlikely: whatever
-        // they are, the target's choices decide.
-        let mut drafts = drafts.into_iter();
-        let blocks = seqs
+        let room = self
+            .worker
+            .block_size()
+            .min(capacity.saturating_sub(committed));
+        if room < 2 {
+            return Err(Fallback::NoRoom);
+        }
+        let room = room.min(self.worker.max_positions().saturating_sub(committed));
+        if room < 2 {
+            return Err(Fallback::DraftContextEnd);
+        }
+        // Rows behind the last token that the request may have are never emitted.
+        let useful = match self.controller {
+            Some(_) => seq.remaining_tokens().map_or(room, |left| left.max(2)),
+            None => room,
+        };
+        Ok(room.min(useful))
+    }
+
+    /// Anchor and drafts of every sequence.
+    fn draft(&self, seqs: &[&mut Sequence], rows: usize) -> Result<Vec<Vec<u32>>> {
+        let jobs = seqs
             .iter()
             .map(|seq| {
-                let anchor = seq.get_toks().last().copied().unwrap_or_default();
-                let drafts = match state::kv(seq) {
-                    Some(_) => drafts.next().unwrap_or_default(),
-                    None => vec![self.worker.mask_token(); rows - 1],
-                };
-                std::iter::once(anchor)
-                    .chain(drafts.into_iter().take(rows - 1))
-                    .collect()
+                let anchor = seq.get_toks().last().copied();
+                match (anchor, state::kv(seq)) {
+                    (Some(anchor), Some(kv)) => Ok(DraftJob { anchor, kv }),
+                    _ => candle_core::bail!("sequence {} has nothing to draft from", seq.id()),
+                }
             })
-            .collect();
-        Ok(Verification { base, blocks })
+            .collect::<Result<Vec<_>>>()?;
+        self.hooks.fault_at(FaultPoint::Draft)?;
+        let drafts = self.worker.draft(&self.head()?, &jobs, rows)?;
+        Ok(jobs
+            .iter()
+            .zip(drafts)
+            .map(|(job, drafts)| std::iter::once(job.anchor).chain(drafts).collect())
+            .collect())
     }
 
     /// One target forward over all blocks; its features become draft K/V. `[batch, rows, vocab]`.
     fn verify(
         &mut self,
         seqs: &mut [&mut Sequence],
-        Verification { base, blocks }: &Verification,
+        bases: &[usize],
+        blocks: &[Vec<u32>],
     ) -> Result<Tensor> {
-        let inputs = verify::inputs(blocks, *base, &self.target.device())?;
+        let inputs = verify::inputs(blocks, bases, &self.target.device())?;
         let result = self.target.forward_inputs(Box::new(inputs), false)?;
         let logits = verify::logits_of(result)?;
         self.hooks.fault_at(FaultPoint::Verify)?;
         let rows = blocks.first().map_or(0, Vec::len);
-        let len = verify::model_len(&*self.target)?;
-        if len != Some(base + rows) {
-            candle_core::bail!("the target's KV cache has {len:?} rows after a pass over {rows} rows behind {base}");
+        let lens: Vec<usize> = bases.iter().map(|base| base + rows).collect();
+        if !verify::model_holds(&*self.target, &lens)? {
+            candle_core::bail!("the target's KV cache does not hold the {rows} verified rows");
         }
-        let taps = self.take_taps()?;
+        let mut taps = self.take_taps()?;
+        if self.hooks.fault_at(FaultPoint::NanFeatures).is_err() {
+            taps = taps.affine(f64::NAN, 0.0)?;
+        }
         for (i, seq) in seqs.iter_mut().enumerate() {
             if let Some(kv) = state::kv_mut(seq) {
                 self.worker.materialize(kv, &taps.i(i)?)?;
@@ -239,84 +349,73 @@ impl DFlashPipeline {
         Ok(logits)
     }
 
-    /// Put target and draft KV back to `base` rows after a failed verify pass.
-    fn undo(&self, seqs: &mut [&mut Sequence], base: usize) -> Result<()> {
-        for seq in seqs.iter_mut() {
+    /// Put target and draft KV back to `bases` rows after a failed draft or verify pass.
+    fn undo(&self, seqs: &mut [&mut Sequence], bases: &[usize]) -> Result<()> {
+        for (seq, base) in seqs.iter_mut().zip(bases) {
             if let Some(kv) = state::kv_mut(seq) {
-                kv.truncate(base);
+                kv.truncate(*base);
             }
         }
         self.taps()?.clear();
-        verify::set_model_len(&*self.target, base)
+        verify::set_model_lens(&*self.target, bases)
     }
 
-    /// Let each sequence sample its rows until its choice is no draft or it ends. Before a row is
-    /// sampled both KV caches hold exactly the rows that it has seen, because a sequence that
-    /// ends is stored in the prefix cache from inside the sampler.
+    /// Let each sequence sample its rows until its choice is no draft or it ends.
     async fn accept(
         &mut self,
         seqs: &mut [&mut Sequence],
-        Verification { base, blocks }: &Verification,
-        logits: &Tensor,
-        mut sampling: Sampling<'_>,
+        verified: &Verified,
+        sampling: &mut Sampling<'_>,
     ) -> Result<()> {
-        let drafted: Vec<bool> = seqs.iter().map(|seq| state::kv(seq).is_some()).collect();
-        verify::publish(&*self.target, seqs, base + 1)?;
+        let Verified {
+            bases,
+            blocks,
+            logits,
+        } = verified;
+        let first_rows: Vec<usize> = bases.iter().map(|base| base + 1).collect();
+        verify::publish(&*self.target, seqs, &first_rows)?;
         for (i, seq) in seqs.iter_mut().enumerate() {
             let drafts = blocks[i].get(1..).unwrap_or_default();
-            let mut walk = AcceptWalk::new(drafts);
-            let mut emitted = Vec::new();
-            for row in 0..=drafts.len() {
-                let committed = base + row + 1;
-                verify::set_seq_len(seq, committed)?;
-                if let Some(kv) = state::kv_mut(seq) {
-                    kv.set_len(committed)?;
-                }
-                let before = seq.get_toks().len();
-                let row = logits.i(i)?.narrow(0, row, 1)?;
-                sampling
-                    .sample(&self.target, &mut [&mut **seq], vec![row])
-                    .await?;
-                if seq.get_toks().len() == before {
-                    break; // The sampler failed and has told the client; the sequence is in error.
-                }
-                emitted.extend(seq.get_toks().last());
-                let verdict = emitted
-                    .last()
-                    .map_or(Verdict::Bonus, |&token| walk.take(token));
-                if verdict == Verdict::Bonus || !seq.is_running() {
-                    break;
-                }
+            seq.set_pending_drafts(drafts.iter().copied());
+            let mut rows = Rows {
+                seq: &mut **seq,
+                target: &self.target,
+                sampling: &mut *sampling,
+                logits: logits.i(i)?,
+            };
+            let walked = commit::walk(&mut rows, bases[i], drafts).await?;
+            self.hooks
+                .stats
+                .verified(drafts.len(), walked.accepted, walked.emitted.len());
+            self.counters
+                .record(drafts.len(), walked.accepted, walked.emitted.len());
+            // A sequence that ended with an accepted draft says nothing of the drafts behind it.
+            let judged = match walked.ended && walked.emitted.len() == walked.accepted {
+                true => walked.accepted,
+                false => drafts.len(),
+            };
+            if let Some(state) = state::of_mut(seq) {
+                state.acceptance.observe(judged, walked.accepted);
             }
-            if drafted[i] {
-                self.hooks
-                    .stats
-                    .verified(drafts.len(), walk.accepted(), emitted.len());
-            } else {
-                self.hooks.stats.fell_back(Fallback::NoDraftContext);
+            if let Some(controller) = &mut self.controller {
+                controller.observe_acceptance(judged, walked.accepted);
             }
             if let Some(observer) = &self.hooks.observer {
                 observer(&Round {
                     sequence: *seq.id(),
                     batch: blocks.len(),
-                    position: *base,
+                    position: bases[i],
                     anchor: blocks[i][0],
                     drafts: drafts.to_vec(),
-                    accepted: walk.accepted(),
-                    emitted,
+                    accepted: walked.accepted,
+                    emitted: walked.emitted,
                 });
             }
             self.check_lengths(seq)?;
         }
-        // Sequences that are of equal length again are scheduled together without a reload of the
-        // model's cache; for all others the host reloads it.
-        if let Some(first) = seqs.first() {
-            let len = committed(first);
-            if seqs.iter().all(|seq| committed(seq) == len) {
-                verify::set_model_len(&*self.target, len)?;
-            }
-        }
-        Ok(())
+        // The model's cache goes on with what each has committed.
+        let lens: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
+        verify::set_model_lens(&*self.target, &lens)
     }
 
     /// Invariant I2: the KV caches of a running sequence hold every token but the last one. (Those
@@ -343,9 +442,21 @@ impl DFlashPipeline {
             candle_core::bail!("invariant I2: {message}");
         }
         self.warn("KV out of step", &message);
-        self.hooks.stats.fell_back(Fallback::OutOfStep);
+        self.fell_back(Fallback::OutOfStep);
         state::drop_kv(seq);
         Ok(())
+    }
+
+    /// Count one plain step of one sequence.
+    pub(super) fn fell_back(&self, reason: Fallback) {
+        self.hooks.stats.fell_back(reason);
+        self.counters.fallback(reason.name());
+    }
+
+    fn observe_cost(&mut self, batch: usize, rows: usize, time: Duration) {
+        if let Some(controller) = &mut self.controller {
+            controller.observe_step(batch, rows, time);
+        }
     }
 
     /// Log something that can come back at every step only so many times.
@@ -360,7 +471,55 @@ impl DFlashPipeline {
     }
 }
 
+/// The verified rows of one sequence, in front of the host's sampler.
+struct Rows<'a, 'b> {
+    seq: &'a mut Sequence,
+    target: &'a Target,
+    sampling: &'a mut Sampling<'b>,
+    /// `[rows, vocab]`
+    logits: Tensor,
+}
+
+impl VerifiedSequence for Rows<'_, '_> {
+    type Error = candle_core::Error;
+
+    fn set_len(&mut self, len: usize) -> Result<()> {
+        verify::set_seq_len(self.seq, len)?;
+        match state::kv_mut(self.seq) {
+            Some(kv) => Ok(kv.set_len(len)?),
+            None => Ok(()),
+        }
+    }
+
+    async fn choose(&mut self, row: usize) -> Result<Choice> {
+        let before = self.seq.get_toks().len();
+        let row = self.logits.narrow(0, row, 1)?;
+        self.sampling
+            .sample(self.target, &mut [&mut *self.seq], vec![row])
+            .await?;
+        let emitted = self.seq.get_toks().get(before).copied();
+        Ok(match emitted {
+            Some(token) if self.seq.is_running() => Choice::Token(token),
+            Some(token) => Choice::Last(token),
+            // The sampler failed and has told the client; the sequence is in error.
+            None => Choice::None,
+        })
+    }
+}
+
+/// Run `f`; a panic in it becomes an error.
+pub(super) fn caught<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|panic| {
+        let message = panic
+            .downcast_ref::<&str>()
+            .map(ToString::to_string)
+            .or_else(|| panic.downcast_ref::<String>().cloned())
+            .unwrap_or_else(|| "of an unknown kind".into());
+        candle_core::bail!("panic: {message}")
+    })
+}
+
 /// Tokens whose KV is written: all but the last one.
-fn committed(seq: &Sequence) -> usize {
+pub(super) fn committed(seq: &Sequence) -> usize {
     seq.get_toks().len().saturating_sub(1)
 }

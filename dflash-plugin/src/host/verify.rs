@@ -8,17 +8,17 @@ use mistralrs_core::plugin::{
 use mistralrs_core::Pipeline;
 
 /// The target's inputs for `blocks` (anchor and drafts, all of one length) of sequences whose KV
-/// caches all hold `base` rows. Logits of every row are asked for.
-pub fn inputs(blocks: &[Vec<u32>], base: usize, device: &Device) -> Result<ModelInputs> {
+/// caches hold `bases` rows. Logits of every row are asked for.
+pub fn inputs(blocks: &[Vec<u32>], bases: &[usize], device: &Device) -> Result<ModelInputs> {
     let (batch, rows) = (blocks.len(), blocks.first().map_or(0, Vec::len));
     let ids: Vec<u32> = blocks.iter().flatten().copied().collect();
     Ok(ModelInputs {
         input_ids: Tensor::from_vec(ids, (batch, rows), device)?,
         input_ids_full: None,
-        seqlen_offsets: vec![base; batch],
+        seqlen_offsets: bases.to_vec(),
         seqlen_offsets_full: None,
         context_lens: vec![(0, rows); batch],
-        position_ids: vec![base + rows; batch],
+        position_ids: bases.iter().map(|base| base + rows).collect(),
         paged_attn_meta: None,
         flash_meta: FlashParams::empty(true),
         flash_meta_full: None,
@@ -33,19 +33,29 @@ pub fn logits_of(result: ForwardInputsResult) -> Result<Tensor> {
     }
 }
 
-/// Set the model's own cache to `len` rows: O(1), rows behind it are overwritten later.
-pub fn set_model_len(target: &(dyn Pipeline + Send + Sync), len: usize) -> Result<()> {
+/// Set the rows of each sequence in the model's own cache: O(1), rows behind them are overwritten
+/// later.
+pub fn set_model_lens(target: &(dyn Pipeline + Send + Sync), lens: &[usize]) -> Result<()> {
     with_model_cache(target, |cache| {
-        cache.0.iter_mut().try_for_each(|layer| layer.set_len(len))
+        let mut layers = cache.0.iter_mut();
+        layers.try_for_each(|layer| layer.set_row_lens(lens))
     })
 }
 
-/// Rows in the model's own cache, if all its layers have the same.
-pub fn model_len(target: &(dyn Pipeline + Send + Sync)) -> Result<Option<usize>> {
+/// Whether every layer of the model's own cache holds exactly these sequences' rows.
+pub fn model_holds(target: &(dyn Pipeline + Send + Sync), lens: &[usize]) -> Result<bool> {
     with_model_cache(target, |cache| {
-        let mut lengths = cache.0.iter().map(KvCache::current_seq_len);
-        let first = lengths.next();
-        Ok(first.filter(|first| lengths.all(|len| len == *first)))
+        Ok(cache.0.iter().all(|layer| match layer {
+            KvCache::Normal { k, .. } => {
+                let batch = k.all_data.as_ref().map_or(0, |data| data.dims()[0]);
+                batch == lens.len()
+                    && match &k.row_lens {
+                        Some(rows) => rows == lens,
+                        None => lens.iter().all(|len| *len == k.current_seq_len),
+                    }
+            }
+            _ => false,
+        }))
     })
 }
 
@@ -74,10 +84,15 @@ fn with_model_cache<T>(
     f: impl FnOnce(&mut NormalCache) -> Result<T>,
 ) -> Result<T> {
     match target.cache() {
-        EitherCache::Normal(cache) => match cache.lock() {
-            Ok(mut cache) => f(&mut cache),
-            Err(_) => candle_core::bail!("the target's KV cache lock is poisoned"),
-        },
+        EitherCache::Normal(cache) => {
+            // A panic in the model's forward pass poisons it; the lengths are put right by those
+            // who come here, and the rows behind them are overwritten.
+            let mut guard = cache.lock().unwrap_or_else(|poisoned| {
+                cache.clear_poison();
+                poisoned.into_inner()
+            });
+            f(&mut guard)
+        }
         _ => candle_core::bail!("the target's KV cache is not a normal one any more"),
     }
 }
@@ -90,7 +105,7 @@ pub fn set_seq_len(seq: &mut Sequence, len: usize) -> Result<()> {
         .try_for_each(|layer| layer.set_len(len))
 }
 
-/// Rows in the KV cache that `seq` owns; debug assertions of invariant I2 compare them.
+/// Rows in the KV cache that `seq` owns, to be compared for invariant I2.
 pub fn seq_len(seq: &mut Sequence) -> Option<usize> {
     seq.normal_cache()
         .iter()
@@ -99,13 +114,13 @@ pub fn seq_len(seq: &mut Sequence) -> Option<usize> {
         .map(KvCache::current_seq_len)
 }
 
-/// Hand the model's cache to the sequences, each with `len` rows.
+/// Hand the model's cache to the sequences, each with its own number of rows.
 pub fn publish(
     target: &(dyn Pipeline + Send + Sync),
     seqs: &mut [&mut Sequence],
-    len: usize,
+    lens: &[usize],
 ) -> Result<()> {
-    set_model_len(target, len)?;
+    set_model_lens(target, lens)?;
     CacheManagerMixin::clone_out_cache(target, seqs);
     Ok(())
 }
