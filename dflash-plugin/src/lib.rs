@@ -16,6 +16,7 @@
 //! | core | [`draft`] | the draft model |
 //! | core | [`kv`] | one sequence's draft K/V |
 //! | core | [`accept`] | the accept rule |
+//! | core | [`commit`] | the walk over a verified block: accept, emit, commit |
 //! | core | [`worker`] | draft and materialize: tensors in, tokens out |
 //! | core | [`stats`], [`trace`] | counters; what each round did |
 //! | core | [`fault`] | failures on purpose, for tests |
