@@ -4,6 +4,10 @@
 //! some are copies of others; after every operation the contents of all of them are compared, bit
 //! for bit.
 
+#[path = "common/property.rs"]
+#[allow(dead_code)] // each test binary uses a part
+mod property;
+
 use candle_core::{DType, Device, Tensor};
 use dflash_plugin::kv::SequenceKv;
 use proptest::prelude::*;
@@ -277,22 +281,31 @@ fn part_of(part: usize, whole: usize) -> usize {
     }
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: CASES, failure_persistence: None, ..ProptestConfig::default() })]
-
-    #[test]
-    fn a_context_holds_what_was_written_to_it_and_nothing_of_its_copies(
-        shape in shape(),
-        ops in prop::collection::vec((0usize..MOST_CONTEXTS, op()), 1..40),
-    ) {
+#[test]
+fn a_context_holds_what_was_written_to_it_and_nothing_of_its_copies() {
+    let ops = prop::collection::vec((0usize..MOST_CONTEXTS, op()), 1..40);
+    let result = property::runner(CASES).run(&(shape(), ops), |(shape, ops)| {
         let kv = SequenceKv::with_shape(
-            shape.layers, shape.kv_heads, shape.head_dim, shape.dtype, &Device::Cpu,
-        ).unwrap();
+            shape.layers,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.dtype,
+            &Device::Cpu,
+        )
+        .unwrap();
         let model = Model::new(&shape);
-        let mut world = World { shape, contexts: vec![(kv, model)], made: 0 };
+        let mut world = World {
+            shape,
+            contexts: vec![(kv, model)],
+            made: 0,
+        };
         for (pick, op) in &ops {
             world.apply(*pick, op)?;
             world.check()?;
         }
+        Ok(())
+    });
+    if let Err(error) = result {
+        panic!("{error}");
     }
 }

@@ -18,7 +18,8 @@ mod simulation;
 use std::cell::RefCell;
 
 use proptest::test_runner::{TestCaseError, TestError};
-use simulation::engine::{run, Coverage};
+use simulation::coverage::Coverage;
+use simulation::engine::run;
 use simulation::mutants::Mutant;
 use simulation::scenario::{scenarios, Profile, Scenario};
 

@@ -1,5 +1,6 @@
 //! A toy LLM server around the real accept walk and the real draft KV.
 
+pub mod coverage;
 pub mod draft;
 pub mod engine;
 pub mod mutants;
