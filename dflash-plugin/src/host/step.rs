@@ -244,7 +244,12 @@ impl DFlashPipeline {
         // Rows that each may verify, or why it is decoded plainly.
         let rooms: Vec<std::result::Result<usize, Fallback>> =
             seqs.iter().map(|seq| self.room(seq, capacity)).collect();
-        let most = rooms.iter().flatten().copied().max().unwrap_or(1);
+        let most = seqs
+            .iter()
+            .zip(&rooms)
+            .filter_map(|(seq, room)| Some(self.useful(seq, *room.as_ref().ok()?)))
+            .max()
+            .unwrap_or(1);
         let speculating: Vec<_> = seqs
             .iter()
             .zip(&rooms)
@@ -292,12 +297,16 @@ impl DFlashPipeline {
         if room < 2 {
             return Err(Fallback::DraftContextEnd);
         }
-        // Rows behind the last token that the request may have are never emitted.
-        let useful = match self.controller {
-            Some(_) => seq.remaining_tokens().map_or(room, |left| left.max(2)),
+        Ok(room)
+    }
+
+    /// Rows that can be worth verifying, of `room`: those behind the last token that the request
+    /// may have are never emitted.
+    fn useful(&self, seq: &Sequence, room: usize) -> usize {
+        match self.controller {
+            Some(_) => seq.remaining_tokens().map_or(room, |left| room.min(left)),
             None => room,
-        };
-        Ok(room.min(useful))
+        }
     }
 
     /// Anchor and drafts of every sequence.
