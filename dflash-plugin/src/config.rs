@@ -28,11 +28,14 @@ pub const DEFAULT_MASK_TOKEN: &str = "<|MASK|>";
 const MAX_DIM: usize = 1 << 24;
 const MAX_LAYERS: usize = 512;
 const MAX_POSITIONS: usize = 1 << 30;
+/// A draft step allocates for every row of a block, so a number in a file must not be all that it
+/// takes to ask for gigabytes; published models have 16 rows and fewer.
+const MAX_BLOCK: usize = 1024;
 
 /// A validated draft model configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DraftConfig {
-    /// Tokens in a block: the anchor and `block_size - 1` masks. At least 2.
+    /// Tokens in a block: the anchor and `block_size - 1` masks. From 2 to 1024.
     pub block_size: usize,
     /// Width of the draft model's residual stream, equal to the target's embedding width.
     pub hidden_size: usize,
@@ -259,13 +262,17 @@ fn block_size(keys: &Keys, max_positions: usize) -> Result<usize> {
              {max_positions}, found {block_size}"
         )));
     }
+    if block_size > MAX_BLOCK {
+        return Err(entry.error(format!("expected at most {MAX_BLOCK}, found {block_size}")));
+    }
     Ok(block_size)
 }
 
 fn rms_norm_eps(keys: &Keys) -> Result<f64> {
     let entry = keys.require("rms_norm_eps")?;
     let eps = entry.number()?;
-    if eps > 0.0 && eps < 1.0 {
+    // As f32, in which the norms are computed, it must not vanish.
+    if eps as f32 > 0.0 && eps < 1.0 {
         Ok(eps)
     } else {
         Err(entry.error(format!("expected a number between 0 and 1, found {eps}")))

@@ -82,6 +82,40 @@ fn tensor_prefix(tensor: &Option<String>) -> String {
         .unwrap_or_default()
 }
 
+/// Longest message and longest name in one, in characters: both quote what files contain, and files
+/// are strangers'.
+const LONGEST_MESSAGE: usize = 400;
+const LONGEST_NAME: usize = 120;
+
+/// `text` on one line of at most about `longest` characters, without those that would change how a
+/// terminal shows it.
+fn readable(text: impl Into<String>, longest: usize) -> String {
+    let text = shorten(text.into(), longest);
+    // Control characters, and those that reverse the direction of the text.
+    let is_bad =
+        |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    if !text.contains(is_bad) {
+        return text;
+    }
+    let escaped = |c: char| match is_bad(c) {
+        true => c.escape_default().to_string(),
+        false => c.to_string(),
+    };
+    shorten(text.chars().map(escaped).collect(), longest)
+}
+
+/// Leaves out the middle: the beginning says what was found, the end what to change.
+fn shorten(text: String, longest: usize) -> String {
+    let count = text.chars().count();
+    if count <= longest {
+        return text;
+    }
+    let tail = longest / 3;
+    let end: String = text.chars().skip(count - tail).collect();
+    let start: String = text.chars().take(longest - tail).collect();
+    format!("{start} … {end}")
+}
+
 impl From<DFlashError> for candle_core::Error {
     fn from(error: DFlashError) -> Self {
         match error {
@@ -94,15 +128,15 @@ impl From<DFlashError> for candle_core::Error {
 impl DFlashError {
     pub(crate) fn config(key: impl Into<String>, message: impl Into<String>) -> Self {
         Self::Config {
-            key: key.into(),
-            message: message.into(),
+            key: readable(key, LONGEST_NAME),
+            message: readable(message, LONGEST_MESSAGE),
         }
     }
 
     pub(crate) fn unsupported(key: impl Into<String>, message: impl Into<String>) -> Self {
         Self::Unsupported {
-            key: key.into(),
-            message: message.into(),
+            key: readable(key, LONGEST_NAME),
+            message: readable(message, LONGEST_MESSAGE),
         }
     }
 
@@ -110,15 +144,15 @@ impl DFlashError {
         Self::Checkpoint {
             file: file.to_path_buf(),
             tensor: None,
-            message: message.into(),
+            message: readable(message, LONGEST_MESSAGE),
         }
     }
 
     pub(crate) fn tensor(file: &Path, tensor: &str, message: impl Into<String>) -> Self {
         Self::Checkpoint {
             file: file.to_path_buf(),
-            tensor: Some(tensor.to_string()),
-            message: message.into(),
+            tensor: Some(readable(tensor, LONGEST_NAME)),
+            message: readable(message, LONGEST_MESSAGE),
         }
     }
 
@@ -132,5 +166,34 @@ impl DFlashError {
             expected: expected.into(),
             found: found.into(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_file_contains_is_quoted_on_one_line_of_bearable_length() {
+        let error = DFlashError::config("a\nb", "found \u{1b}[31mred\u{202e}").to_string();
+        assert!(
+            error.contains(r"`a\nb`: found \u{1b}[31mred\u{202e}"),
+            "{error}"
+        );
+        let long = format!("found {}; remove it", "x".repeat(1 << 20));
+        let error = DFlashError::tensor(Path::new("f"), &"t".repeat(9_999), long).to_string();
+        assert!(error.chars().count() < 600, "{}", error.len());
+        assert!(
+            error.contains("found xx") && error.ends_with("xx; remove it"),
+            "{error}"
+        );
+        let escapes = DFlashError::file(Path::new("f"), "\u{1b}".repeat(9_999)).to_string();
+        assert!(escapes.chars().count() < 600, "{}", escapes.len());
+    }
+
+    #[test]
+    fn ordinary_text_stays_as_it_is() {
+        let text = "expected \"full_attention\", found \"größer\" …";
+        assert_eq!(readable(text, 400), text);
     }
 }

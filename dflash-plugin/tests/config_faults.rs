@@ -70,6 +70,9 @@ fn contradictions_name_their_keys_and_numbers() {
         nested(json!({"block_size": 513})),
         &["block_size", "512, found 513"],
     );
+    let mut large = with(json!({"max_position_embeddings": 1 << 30}));
+    large["dflash_config"]["block_size"] = json!(1 << 30);
+    assert_refused(large, &["dflash_config.block_size", "at most 1024"]);
     assert_refused(
         nested(json!({"target_layer_ids": []})),
         &["dflash_config.target_layer_ids", "found 0"],
@@ -137,6 +140,36 @@ fn rope_scaling_without_its_numbers_is_refused() {
         &["rope_scaling.original_max_position_embeddings", "missing"],
     );
     assert_refused(scaling(json!(7)), &["rope_scaling", "expected an object"]);
+}
+
+#[test]
+fn numbers_that_f32_cannot_hold_are_refused() {
+    assert_refused(
+        with(json!({"rms_norm_eps": 5e-324})),
+        &["rms_norm_eps", "between 0 and 1"],
+    );
+    assert_refused(
+        with(json!({"rope_theta": 1e300})),
+        &["rope_theta", "in the range of f32"],
+    );
+    assert_refused(
+        with(json!({"input_embedding_scale": 1e-300})),
+        &["input_embedding_scale", "positive"],
+    );
+    // Its factor would be infinite.
+    let yarn = json!({
+        "rope_type": "yarn", "original_max_position_embeddings": 5e-324, "attention_factor": 1.0
+    });
+    assert_refused(
+        with(json!({ "rope_scaling": yarn })),
+        &["rope_scaling.original_max_position_embeddings", "positive"],
+    );
+    // The bounds of its blend would be infinite, and every frequency NaN.
+    let yarn = json!({"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e-320});
+    assert_refused(
+        with(json!({ "rope_scaling": yarn })),
+        &["rope_scaling.beta_fast", "positive"],
+    );
 }
 
 #[test]

@@ -137,16 +137,22 @@ impl<'a> Entry<'a> {
         }
     }
 
+    /// A number that stays finite as f32, which the model computes in.
     pub fn number(&self) -> Result<f64> {
-        self.value
+        let number = self
+            .value
             .as_f64()
-            .filter(|x| x.is_finite())
-            .ok_or_else(|| self.mismatch("a number"))
+            .ok_or_else(|| self.mismatch("a number"))?;
+        match is_finite_f32(number) {
+            true => Ok(number),
+            false => Err(self.mismatch("a number in the range of f32")),
+        }
     }
 
+    /// As [`Entry::number`], and more than 0 as f32.
     pub fn positive(&self) -> Result<f64> {
         match self.number()? {
-            x if x > 0.0 => Ok(x),
+            x if x as f32 > 0.0 => Ok(x),
             x => Err(self.error(format!("expected a positive number, found {x}"))),
         }
     }
@@ -194,6 +200,11 @@ impl<'a> Entry<'a> {
             Value::Object(map) => !map.is_empty(),
         }
     }
+}
+
+/// Whether a number does not overflow as f32.
+pub(super) fn is_finite_f32(number: f64) -> bool {
+    (number as f32).is_finite()
 }
 
 fn present(value: Option<&Value>) -> Option<&Value> {

@@ -3,7 +3,7 @@
 
 use serde_json::Value;
 
-use super::keys::{Entry, Keys};
+use super::keys::{describe, is_finite_f32, Entry, Keys};
 use crate::error::{DFlashError, Result};
 
 /// Rotary embedding of the draft model.
@@ -121,7 +121,10 @@ impl<'a> Table<'a> {
             (None, None) => return Ok(None),
         };
         let Some(map) = entry.value.as_object() else {
-            return Err(entry.error(format!("expected an object, found {}", entry.value)));
+            return Err(entry.error(format!(
+                "expected an object, found {}",
+                describe(entry.value)
+            )));
         };
         if let Some((layer_type, _)) = map.iter().find(|(_, value)| value.is_object()) {
             return Err(DFlashError::unsupported(
@@ -229,6 +232,7 @@ impl<'a> Table<'a> {
         let original = self.original_positions(keys)?;
         // Without a factor, it is the ratio of the two context lengths (DeepSeek's convention).
         let factor = match (self.get("factor"), original) {
+            // (Finite: both are within f32.)
             (None, Some(original)) => (max_positions as f64 / original).max(1.0),
             _ => self.factor()?,
         };
@@ -241,7 +245,7 @@ impl<'a> Table<'a> {
             }
             _ => yarn_mscale(factor, 1.0),
         };
-        if !(attention_factor.is_finite() && attention_factor > 0.0) {
+        if !(is_finite_f32(attention_factor) && attention_factor as f32 > 0.0) {
             return Err(DFlashError::config(
                 format!("{}.mscale", self.0.path),
                 format!("gives the attention factor {attention_factor}, expected a positive one"),
