@@ -1,7 +1,10 @@
 //! Helpers of the integration tests.
 #![allow(dead_code)] // each test binary uses a part
 
+pub mod allocation;
 pub mod configs;
+pub mod fuzz;
+pub mod property;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
