@@ -1,5 +1,5 @@
 //! A hook that makes a step fail on purpose, for tests of invariant I5. Nothing sets it but code
-//! that builds a [`crate::DFlashMethod`] itself; no flag, file or request reaches it.
+//! that builds a `DFlashMethod` itself; no flag, file or request reaches it.
 
 use std::sync::Arc;
 

@@ -17,6 +17,7 @@
 //! | core | [`kv`] | one sequence's draft K/V |
 //! | core | [`accept`] | the accept rule |
 //! | core | [`commit`] | the walk over a verified block: accept, emit, commit |
+//! | core | [`controller`] | how many rows to verify, by measured cost and acceptance |
 //! | core | [`worker`] | draft and materialize: tensors in, tokens out |
 //! | core | [`stats`], [`trace`] | counters; what each round did |
 //! | core | [`fault`] | failures on purpose, for tests |

@@ -70,10 +70,11 @@ impl DFlashLoader {
                 "{}",
                 pairing::describe(&*target, &self.draft_model, &checkpoint, &worker)?
             );
-            if pairing::is_slow(&*target) {
+            if pairing::is_slow(&*target) && !self.is_adaptive {
                 tracing::warn!(
                     "DFlash: quantized products on the CPU are compute-bound: with a GGUF target \
-                     there, speculation is slower than plain decoding"
+                     there, verifying whole blocks is slower than plain decoding; leave \
+                     --speculative-adaptive false out"
                 );
             }
             let hooks = self.hooks.clone();
