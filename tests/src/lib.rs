@@ -154,3 +154,14 @@ pub fn compare_greedy(
         )),
     }
 }
+
+/// Wait until no draft KV is left: the host drops a sequence that has ended with its next step.
+pub async fn assert_no_draft_kv(engine: &dflash_bench::engine::Engine) {
+    for _ in 0..100 {
+        if engine.stats().live == 0 {
+            return;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    panic!("draft KV outlives its sequence: {:?}", engine.stats());
+}

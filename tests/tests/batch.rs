@@ -7,7 +7,7 @@ use dflash_bench::engine::{Engine, Generation, Job, Prompt, Setup};
 use dflash_plugin::stats::Fallback;
 use dflash_plugin::DFlashMethod;
 use dflash_tests::tiny::{self, TinyPair};
-use dflash_tests::{compare_greedy, drafter, gguf, golden, target, GreedyFile};
+use dflash_tests::{assert_no_draft_kv, compare_greedy, drafter, gguf, golden, target, GreedyFile};
 
 const TOKENS: usize = 48;
 
@@ -289,7 +289,7 @@ async fn a_request_without_speculation_decodes_plainly_and_its_neighbours_draft(
     assert_eq!(sequences.lock().unwrap().len(), 2, "sequences that drafted");
     let reasons: Vec<_> = stats.fallbacks.keys().collect();
     assert_eq!(reasons, [&Fallback::DisabledByRequest], "{stats:?}");
-    assert_eq!(stats.live, 0, "{stats:?}");
+    assert_no_draft_kv(&engine).await;
 }
 
 /// A sequence at the end of the target's context, next to one with room.
