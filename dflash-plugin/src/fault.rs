@@ -1,5 +1,6 @@
-//! A hook that makes a step fail on purpose, for tests of invariant I5. Nothing sets it but code
-//! that builds a `DFlashMethod` itself; no flag, file or request reaches it.
+//! A hook that makes a step fail or go wrong on purpose, for tests of invariant I5 and for tests of
+//! the tests of I1. Nothing sets it but code that builds a `DFlashMethod` itself; no flag,
+//! file or request reaches it.
 
 use std::sync::Arc;
 
@@ -14,7 +15,11 @@ pub enum FaultPoint {
     Materialize,
     /// The features of a verify pass turn to NaN instead of an error being returned.
     NanFeatures,
+    /// When the target chose another token than the draft: go on as if it had not, so that the next
+    /// token is chosen behind a draft that is not in the text. A wrong accept rule, which shows in
+    /// nothing but the distribution of the output.
+    Accept,
 }
 
-/// Says whether to fail at this point, each time it is passed. It may panic, too.
+/// Says whether to fail (or to go wrong) at this point, each time it is passed. It may panic, too.
 pub type FaultHook = Arc<dyn Fn(FaultPoint) -> bool + Send + Sync>;

@@ -26,10 +26,15 @@ pub struct Hooks {
 impl Hooks {
     /// An error if the fault hook wants one here.
     pub fn fault_at(&self, point: FaultPoint) -> candle_core::Result<()> {
-        match &self.fault {
-            Some(hook) if hook(point) => candle_core::bail!("injected fault at {point:?}"),
-            _ => Ok(()),
+        if self.goes_wrong_at(point) {
+            candle_core::bail!("injected fault at {point:?}");
         }
+        Ok(())
+    }
+
+    /// Whether the fault hook wants this point to go wrong.
+    pub fn goes_wrong_at(&self, point: FaultPoint) -> bool {
+        self.fault.as_ref().is_some_and(|hook| hook(point))
     }
 }
 

@@ -11,6 +11,7 @@ use mistralrs_core::plugin::{
 };
 use rand_isaac::Isaac64Rng;
 
+use super::method::Hooks;
 use super::pipeline::{DFlashPipeline, Target};
 use super::plain::apply;
 use super::{state, verify};
@@ -391,6 +392,8 @@ impl DFlashPipeline {
                 target: &self.target,
                 sampling: &mut *sampling,
                 logits: logits.i(i)?,
+                drafts,
+                hooks: &self.hooks,
             };
             let walked = commit::walk(&mut rows, bases[i], drafts).await?;
             self.hooks
@@ -487,6 +490,8 @@ struct Rows<'a, 'b> {
     sampling: &'a mut Sampling<'b>,
     /// `[rows, vocab]`
     logits: Tensor,
+    drafts: &'a [u32],
+    hooks: &'a Hooks,
 }
 
 impl VerifiedSequence for Rows<'_, '_> {
@@ -502,11 +507,15 @@ impl VerifiedSequence for Rows<'_, '_> {
 
     async fn choose(&mut self, row: usize) -> Result<Choice> {
         let before = self.seq.get_toks().len();
-        let row = self.logits.narrow(0, row, 1)?;
+        let logits = self.logits.narrow(0, row, 1)?;
         self.sampling
-            .sample(self.target, &mut [&mut *self.seq], vec![row])
+            .sample(self.target, &mut [&mut *self.seq], vec![logits])
             .await?;
-        let emitted = self.seq.get_toks().get(before).copied();
+        let mut emitted = self.seq.get_toks().get(before).copied();
+        let draft = self.drafts.get(row).copied();
+        if emitted.is_some() && draft.is_some() && self.hooks.goes_wrong_at(FaultPoint::Accept) {
+            emitted = draft;
+        }
         Ok(match emitted {
             Some(token) if self.seq.is_running() => Choice::Token(token),
             Some(token) => Choice::Last(token),
