@@ -1,5 +1,6 @@
 //! A tiny llama with random weights and a matching random draft model, written as checkpoints.
-//! SmolLM2's tokenizer serves it, so its vocabulary is that size.
+//! It has SmolLM2's tokenizer and a vocabulary of that size, or letters for tokens and as many as a
+//! test wants: few enough that even random drafts are often accepted.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -7,7 +8,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{Device, Tensor};
 use serde_json::json;
 
-const VOCAB: usize = 49_152;
+const SMOLLM2_VOCAB: usize = 49_152;
 const HIDDEN: usize = 64;
 const INTER: usize = 96;
 const TARGET_LAYERS: usize = 6;
@@ -20,7 +21,21 @@ pub struct TinyPair {
     pub positions: usize,
     /// `max_position_embeddings` of the draft model.
     pub drafter_positions: usize,
+    /// Tokens, at most 26: `a`, `b` and so on with a tokenizer of their own, and an end of text
+    /// that the model cannot choose. `None` for SmolLM2's tokenizer.
+    pub letters: Option<usize>,
     pub seed: u64,
+}
+
+impl TinyPair {
+    fn vocab(&self) -> usize {
+        self.letters.unwrap_or(SMOLLM2_VOCAB)
+    }
+
+    /// Any token will do; with letters it is one that is generated too.
+    fn mask_token(&self) -> usize {
+        self.letters.map_or(16, |letters| letters - 1)
+    }
 }
 
 impl Default for TinyPair {
@@ -28,6 +43,7 @@ impl Default for TinyPair {
         Self {
             positions: 512,
             drafter_positions: 512,
+            letters: None,
             seed: 1,
         }
     }
@@ -98,23 +114,59 @@ pub fn write(pair: &TinyPair, folder: &Path) -> (PathBuf, PathBuf) {
     (target, drafter)
 }
 
+/// A tokenizer of single letters. Its end of text comes after the model's last token.
+fn write_letters(letters: usize, folder: &Path) {
+    assert!((2..=26).contains(&letters));
+    let end = "<|im_end|>";
+    let mut vocab: serde_json::Map<String, serde_json::Value> = ('a'..='z')
+        .take(letters)
+        .enumerate()
+        .map(|(id, letter)| (letter.to_string(), json!(id)))
+        .collect();
+    vocab.insert(end.into(), json!(letters));
+    let byte_level = json!({
+        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true
+    });
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "added_tokens": [{
+            "id": letters, "content": end, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true
+        }],
+        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+            "vocab": vocab, "merges": []
+        }
+    });
+    std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let config = json!({ "eos_token": end });
+    std::fs::write(folder.join("tokenizer_config.json"), config.to_string()).unwrap();
+}
+
 fn write_target(pair: &TinyPair, folder: &Path) {
-    for file in [
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-    ] {
-        std::fs::copy(crate::target().join(file), folder.join(file)).unwrap();
+    match pair.letters {
+        Some(letters) => write_letters(letters, folder),
+        None => {
+            for file in [
+                "tokenizer.json",
+                "tokenizer_config.json",
+                "special_tokens_map.json",
+            ] {
+                std::fs::copy(crate::target().join(file), folder.join(file)).unwrap();
+            }
+        }
     }
     let mut weights = Weights::new(pair.seed);
-    weights.matrix("model.embed_tokens", VOCAB, HIDDEN);
+    weights.matrix("model.embed_tokens", pair.vocab(), HIDDEN);
     weights.norm("model.norm", HIDDEN);
     for i in 0..TARGET_LAYERS {
         weights.layer(&format!("model.layers.{i}"));
     }
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "hidden_size": HIDDEN, "intermediate_size": INTER, "vocab_size": VOCAB,
+        "hidden_size": HIDDEN, "intermediate_size": INTER, "vocab_size": pair.vocab(),
         "num_hidden_layers": TARGET_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": pair.positions, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "tie_word_embeddings": true
@@ -134,12 +186,12 @@ fn write_drafter(pair: &TinyPair, folder: &Path) {
     }
     let config = json!({
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_act": "silu",
-        "hidden_size": HIDDEN, "intermediate_size": INTER, "vocab_size": VOCAB,
+        "hidden_size": HIDDEN, "intermediate_size": INTER, "vocab_size": pair.vocab(),
         "num_hidden_layers": DRAFT_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "max_position_embeddings": pair.drafter_positions,
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": false,
         "num_target_layers": TARGET_LAYERS, "block_size": 16,
-        "dflash_config": { "mask_token_id": 16, "target_layer_ids": TAPS }
+        "dflash_config": { "mask_token_id": pair.mask_token(), "target_layer_ids": TAPS }
     });
     weights.save(folder, config);
 }
