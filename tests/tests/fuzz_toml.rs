@@ -146,8 +146,8 @@ fn read(config: CliConfig) -> Result<Outcome, String> {
 }
 
 /// The host reads its files with `toml`, whose errors show the line or quote the key; but its
-/// outermost type is a tagged enum, behind which the place of a value of the wrong type is lost.
-/// All that is asked of those errors is that they say which file format could not be read.
+/// outermost type is a tagged enum, behind which the place of a value of the wrong type is lost, so
+/// the table's type names the key itself.
 fn refused(message: &str) -> Result<Outcome, String> {
     if message.contains("config.toml") || message.contains("[[models]]") {
         return Ok("file or models".into());
@@ -158,6 +158,10 @@ fn refused(message: &str) -> Result<Outcome, String> {
     let is_of_wrong_type = ["type", "value", "length"]
         .iter()
         .any(|what| message.contains(&format!("invalid {what}")));
+    let names_key = message.contains("speculative `") || message.contains("SpeculativeOptions");
+    if is_of_wrong_type && !names_key {
+        return Err(format!("an error that names no key: {message:?}"));
+    }
     if !is_of_wrong_type && !message.contains(['`', '|']) {
         return Err(format!("an error that quotes nothing: {message:?}"));
     }

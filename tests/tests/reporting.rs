@@ -133,7 +133,7 @@ fn predictions(usage: &Value) -> (f64, f64) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_plain_server_reports_as_before_and_has_metrics() {
-    let server = Server::start(&[]).await;
+    let server = Server::plain(&target()).await;
     let before = Metrics::of(&server).await;
     assert_eq!(before.get("mistralrs_generation_tokens_total", &[]), 0.0);
 
@@ -241,7 +241,7 @@ async fn a_plain_server_reports_as_before_and_has_metrics() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_speculating_server_counts_the_same_in_usage_metrics_and_log() {
-    let server = Server::with_dflash().await;
+    let server = Server::dflash(&target(), &drafter(), 16).await;
     let plain = answer(&server, CHAT, &chat(json!({"speculative": false}))).await;
     assert!(
         plain["usage"].get("completion_tokens_details").is_none(),

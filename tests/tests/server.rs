@@ -10,7 +10,7 @@ use async_openai::types::chat::{
 use async_openai::types::completions::CreateCompletionRequestArgs;
 use async_openai::Client;
 use dflash_tests::server::{binary, Server};
-use dflash_tests::target;
+use dflash_tests::{drafter, target};
 use futures_util::StreamExt;
 
 fn question(text: &str, max_tokens: u32) -> CreateChatCompletionRequest {
@@ -29,8 +29,8 @@ fn question(text: &str, max_tokens: u32) -> CreateChatCompletionRequest {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn chat_and_completions_streamed_and_not_are_those_of_a_server_without_dflash() {
-    let plain = Server::start(&[]).await;
-    let dflash = Server::with_dflash().await;
+    let plain = Server::plain(&target()).await;
+    let dflash = Server::dflash(&target(), &drafter(), 16).await;
     assert!(!plain.log().contains("DFlash"), "{}", plain.log());
     for part in [
         "DFlash: target",
@@ -114,7 +114,7 @@ async fn chat_and_completions_streamed_and_not_are_those_of_a_server_without_dfl
 
 #[tokio::test(flavor = "multi_thread")]
 async fn max_tokens_1_to_17_are_met_exactly_and_counted_in_usage() {
-    let server = Server::with_dflash().await;
+    let server = Server::dflash(&target(), &drafter(), 16).await;
     let client = server.client();
     for limit in 1..=17 {
         let request = question("List the months of the year.", limit);

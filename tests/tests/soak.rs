@@ -162,7 +162,7 @@ async fn mixed_requests_from_16_clients_leave_no_error_and_no_memory_behind() {
         .map(|line| line.prompt)
         .collect();
     let drafter = drafter();
-    let server = Server::start_with(
+    let server = Server::serve(
         &target(),
         &[
             "--speculative",
