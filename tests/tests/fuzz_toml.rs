@@ -158,7 +158,9 @@ fn refused(message: &str) -> Result<Outcome, String> {
     let is_of_wrong_type = ["type", "value", "length"]
         .iter()
         .any(|what| message.contains(&format!("invalid {what}")));
-    let names_key = message.contains("speculative `") || message.contains("SpeculativeOptions");
+    let names_key = ["speculative `", "SpeculativeOptions", "|"]
+        .iter()
+        .any(|place| message.contains(place));
     if is_of_wrong_type && !names_key {
         return Err(format!("an error that names no key: {message:?}"));
     }

@@ -53,6 +53,9 @@ impl Pair {
             drafter.to_str().expect("the repository's path is UTF-8"),
             "--speculative-block-size",
             &block_size,
+            // Drafting is what is to be tested, also where it does not pay.
+            "--speculative-adaptive",
+            "false",
         ];
         let with_dflash = [row.arguments, &speculative].concat();
         let (plain, dflash) = tokio::join!(
