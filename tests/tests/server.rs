@@ -104,7 +104,13 @@ async fn chat_and_completions_streamed_and_not_are_those_of_a_server_without_dfl
     );
     assert_eq!(got.usage.unwrap().completion_tokens, 40);
     let client = dflash.client();
-    let mut stream = client.completions().create_stream(request()).await.unwrap();
+    let mut streamed_request = request();
+    streamed_request.stream = Some(true);
+    let mut stream = client
+        .completions()
+        .create_stream(streamed_request)
+        .await
+        .unwrap();
     let mut streamed = String::new();
     while let Some(chunk) = stream.next().await {
         streamed.extend(chunk.unwrap().choices.into_iter().map(|choice| choice.text));

@@ -27,9 +27,10 @@ fn grammar(kind: &str, value: Value) -> Value {
 
 /// The grammar at temperatures 0 and 0.8, and streamed.
 async fn constrained(pair: &Pair, prompt: &str, grammar: Value) -> Result<Value> {
-    let request = chat(prompt, json!({"grammar": grammar, "max_tokens": 40}));
+    let tokens = pair.amount(40, 24, 16);
+    let request = chat(prompt, json!({"grammar": grammar, "max_tokens": tokens}));
     let answer = pair.agree(Endpoint::Chat, request.clone()).await?;
-    let sampled = json!({"grammar": grammar, "max_tokens": 40, "temperature": 0.8});
+    let sampled = json!({"grammar": grammar, "max_tokens": tokens, "temperature": 0.8});
     pair.agree_chat(prompt, sampled).await?;
     if pair.amount(1, 0, 0) == 1 {
         pair.agree_streamed(Endpoint::Chat, request).await?;
@@ -75,7 +76,7 @@ async fn json_schema_as_grammar_and_as_response_format(pair: &Pair) -> Result<()
     }
     let format =
         json!({"type": "json_schema", "json_schema": {"name": "city", "schema": city_schema()}});
-    let fields = json!({"response_format": format, "max_tokens": 40});
+    let fields = json!({"response_format": format, "max_tokens": pair.amount(40, 24, 16)});
     let formatted = pair.agree_chat(prompt, fields).await?;
     ensure!(text(&formatted) == text(&answer), "{formatted}");
     pair.agree_chat(

@@ -26,8 +26,6 @@ pub struct Case {
     pub name: &'static str,
     pub when: When,
     pub run: fn(&Pair) -> BoxFuture<'_, Result<()>>,
-    /// A bug that the case finds and that is not mended yet: the case must fail until it is.
-    pub known_bug: Option<&'static str>,
 }
 
 impl Case {
@@ -47,13 +45,6 @@ macro_rules! case {
             name: stringify!($name),
             when: $crate::cases::When::$when,
             run: |pair| Box::pin($name(pair)),
-            known_bug: None,
-        }
-    };
-    ($when:ident, $name:ident, known bug: $bug:expr) => {
-        $crate::cases::Case {
-            known_bug: Some($bug),
-            ..$crate::cases::case!($when, $name)
         }
     };
 }

@@ -32,7 +32,10 @@ async fn each(pair: &Pair, prompt: &str, sets: &[Value]) -> Result<()> {
 
 async fn temperatures(pair: &Pair) -> Result<()> {
     let sets = [0.0, 0.7, 1.5, 1.0].map(|t| json!({"temperature": t}));
-    each(pair, RIVERS, &sets[..pair.amount(4, 4, 3)]).await?;
+    each(pair, RIVERS, &sets[..pair.amount(4, 4, 2)]).await?;
+    if pair.amount(2, 1, 0) == 0 {
+        return Ok(());
+    }
     // Without one the host samples at 1.
     each(pair, RIVERS, &[json!({"temperature": null})]).await
 }
