@@ -141,5 +141,25 @@ async fn concurrent_requests_after_hits_each_give_their_own_tokens() {
             if name == "plain" { 0 } else { 2 },
             "{name}"
         );
+        let logger = warm.host().get_logger(None).unwrap();
+        assert_eq!(
+            logger.prefix_cache_stats(),
+            (2, 3),
+            "{name}: hits, requests"
+        );
     }
+}
+
+/// The host keeps 16 entries here; their draft KV goes with them.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_prefix_cache_and_its_draft_kv_are_bounded() {
+    let setup = cached(Setup::dflash(&target(), &drafter(), Some(4)));
+    let engine = Engine::load(&setup).await.unwrap();
+    for first in 0..20 {
+        let ids = vec![300 + first, 504, 1463, 282];
+        let job = Job::greedy(Prompt::Tokens(ids), 2);
+        engine.generate(&job, |_| ()).await.unwrap();
+    }
+    let live = engine.stats().live;
+    assert!((16..=17).contains(&live), "{live} owners of draft KV");
 }
