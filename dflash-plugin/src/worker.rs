@@ -130,13 +130,46 @@ impl DFlashWorker {
     ///
     /// `taps`: `[rows, taps * target_hidden]`, the target's tapped layer outputs side by side in
     /// the order of the config's ids.
+    ///
+    /// # Errors
+    /// If a shape is wrong; the context is then what it was.
     pub fn materialize(&self, kv: &mut SequenceKv, taps: &Tensor) -> Result<()> {
+        self.materialize_all(&mut [kv], &taps.unsqueeze(0)?)
+    }
+
+    /// As [`DFlashWorker::materialize`], for several sequences with `rows` new rows each: one matrix
+    /// product for all of them. `taps`: `[sequences, rows, taps * target_hidden]`.
+    ///
+    /// # Errors
+    /// If a shape is wrong; the contexts before the one that failed have then grown.
+    pub fn materialize_all(&self, kvs: &mut [&mut SequenceKv], taps: &Tensor) -> Result<()> {
+        let (sequences, rows, width) = taps.dims3()?;
+        if sequences != kvs.len() {
+            return Err(DFlashError::input(
+                "sequences of the tapped layer outputs",
+                kvs.len().to_string(),
+                sequences.to_string(),
+            ));
+        }
         let taps = taps
+            .reshape((sequences * rows, width))?
             .to_device(self.model.device())?
             .to_dtype(self.model.dtype())?;
-        let fused = self.model.fuse(&taps)?;
-        let start = kv.len();
-        let positions: Vec<usize> = (start..start + fused.dim(0)?).collect();
-        kv.append(self.model.context_kv(&fused, &positions)?)
+        let positions: Vec<usize> = kvs
+            .iter()
+            .flat_map(|kv| kv.len()..kv.len() + rows)
+            .collect();
+        let layers = self
+            .model
+            .context_kv(&self.model.fuse(&taps)?, &positions)?;
+        for (i, kv) in kvs.iter_mut().enumerate() {
+            let own = |tensor: &Tensor| tensor.narrow(1, i * rows, rows);
+            let layers = layers
+                .iter()
+                .map(|(k, v)| Ok((own(k)?, own(v)?)))
+                .collect::<Result<Vec<_>>>()?;
+            kv.append(layers)?;
+        }
+        Ok(())
     }
 }

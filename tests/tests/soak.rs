@@ -187,7 +187,7 @@ async fn mixed_requests_from_16_clients_leave_no_error_and_no_memory_behind() {
             let request = request(i, &texts);
             errors.extend(send(&http, &server, &request).await.err());
             let done = done.fetch_add(1, Ordering::Relaxed) + 1;
-            if done % (count / 20) == 0 {
+            if done.is_multiple_of(count / 20) {
                 memory.lock().unwrap().push(resident(server.pid()));
             }
         }

@@ -11,6 +11,7 @@ use super::state::{self, DraftState};
 use super::step::{caught, Sampling};
 use super::verify;
 use crate::fault::FaultPoint;
+use crate::kv::SequenceKv;
 use crate::stats::Fallback;
 
 impl DFlashPipeline {
@@ -86,16 +87,17 @@ impl DFlashPipeline {
             return Ok(());
         }
         let taps = self.take_taps()?;
+        // The rows of all that have a context in step, by their number: one product each.
+        let mut in_step: Vec<(usize, usize)> = Vec::new();
         for (i, (seq, rows)) in seqs.iter_mut().zip(rows).enumerate() {
             if rows.start == 0 {
                 let kv = self.worker.new_kv()?;
                 state::set(seq, DraftState::new(kv, self.hooks.stats.live()));
             }
             let fits = rows.start + rows.count <= self.worker.max_positions();
-            match state::kv_mut(seq) {
-                Some(kv) if kv.len() == rows.start && fits => {
-                    let taps = taps.i(i)?.narrow(0, 0, rows.count)?;
-                    self.worker.materialize(kv, &taps)?;
+            match state::kv(seq).map(SequenceKv::len) {
+                Some(len) if len == rows.start && fits => {
+                    in_step.push((rows.count, i));
                     if rows.is_continued_prompt {
                         self.hooks.stats.restored();
                     }
@@ -110,6 +112,20 @@ impl DFlashPipeline {
                 }
                 None => (),
             }
+        }
+        in_step.sort_unstable();
+        for group in in_step.chunk_by(|a, b| a.0 == b.0) {
+            let count = group[0].0;
+            let indices: Vec<u32> = group.iter().map(|(_, i)| *i as u32).collect();
+            let indices = Tensor::new(indices, taps.device())?;
+            let taps = taps.narrow(1, 0, count)?.index_select(&indices, 0)?;
+            let mut kvs: Vec<_> = seqs
+                .iter_mut()
+                .enumerate()
+                .filter(|(i, _)| group.iter().any(|(_, member)| member == i))
+                .filter_map(|(_, seq)| state::kv_mut(seq))
+                .collect();
+            self.worker.materialize_all(&mut kvs, &taps)?;
         }
         Ok(())
     }

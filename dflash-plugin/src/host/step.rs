@@ -185,7 +185,7 @@ impl DFlashPipeline {
                     rng: sampling.rng.clone(),
                 };
                 let nothing = CacheInstruction::Nothing;
-                self.plain_step(&mut speculating, false, sampling, nothing, post_op.clone())
+                self.plain_step(&mut speculating, false, sampling, nothing, post_op)
                     .await?;
             }
         }
@@ -351,11 +351,11 @@ impl DFlashPipeline {
         if self.hooks.fault_at(FaultPoint::NanFeatures).is_err() {
             taps = taps.affine(f64::NAN, 0.0)?;
         }
-        for (i, seq) in seqs.iter_mut().enumerate() {
-            if let Some(kv) = state::kv_mut(seq) {
-                self.worker.materialize(kv, &taps.i(i)?)?;
-            }
-        }
+        let mut kvs: Vec<_> = seqs
+            .iter_mut()
+            .filter_map(|seq| state::kv_mut(seq))
+            .collect();
+        self.worker.materialize_all(&mut kvs, &taps)?;
         Ok(logits)
     }
 
@@ -388,7 +388,7 @@ impl DFlashPipeline {
             let drafts = blocks[i].get(1..).unwrap_or_default();
             seq.set_pending_drafts(drafts.iter().copied());
             let mut rows = Rows {
-                seq: &mut **seq,
+                seq,
                 target: &self.target,
                 sampling: &mut *sampling,
                 logits: logits.i(i)?,
