@@ -8,15 +8,19 @@
 //! | `pairing` | do target and drafter fit: checked at load, with numbers |
 //! | `pipeline` | [`DFlashPipeline`]: the host's `Pipeline`, delegated |
 //! | `step` | one engine step: plan, draft, verify, accept, commit |
+//! | `plan` | which sequences speculate, and with how many rows |
+//! | `accept` | the verified rows in front of the host's sampler |
 //! | `plain` | prompts and plain steps, which keep the draft KV in step |
 //! | `verify` | the verify pass on the host's normal KV cache, and its rollback |
 //! | `state` | the draft KV that a host `Sequence` owns |
 
+mod accept;
 mod loader;
 mod method;
 mod pairing;
 mod pipeline;
 mod plain;
+mod plan;
 mod source;
 mod state;
 mod step;

@@ -20,7 +20,7 @@ impl DFlashPipeline {
         &mut self,
         seqs: &mut [&mut Sequence],
         is_prompt: bool,
-        mut sampling: Sampling<'_>,
+        sampling: &mut Sampling<'_>,
         pre_op: CacheInstruction,
         post_op: CacheInstruction,
     ) -> Result<Duration> {

@@ -1,25 +1,25 @@
-//! One engine step of a batch: plan, draft, verify, accept, commit; or a plain step (`plain`).
+//! One engine step of a batch: plan (`plan`), draft, verify, accept (`accept`); or a plain step
+//! (`plain`).
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use candle_core::{IndexOp, Result, Tensor};
+use candle_core::{Result, Tensor};
 use mistralrs_core::plugin::{
     CacheBackendMetadata, CacheInstruction, PrefixCacheManagerV2, Sequence,
 };
 use rand_isaac::Isaac64Rng;
 
-use super::method::Hooks;
+use super::accept::Verified;
 use super::pipeline::{DFlashPipeline, Target};
 use super::plain::apply;
+use super::plan::Plan;
 use super::{state, verify};
-use crate::commit::{self, Choice, VerifiedSequence};
 use crate::fault::FaultPoint;
 use crate::kv::SequenceKv;
 use crate::stats::Fallback;
-use crate::trace::Round;
 use crate::worker::DraftJob;
 
 /// What the host hands through a step to its sampler.
@@ -49,31 +49,13 @@ impl Sampling<'_> {
     }
 }
 
-/// How the sequences of a step are decoded.
-struct Plan {
-    /// Rows to verify of each speculating sequence: its anchor and `rows - 1` drafts.
-    rows: usize,
-    /// By sequence: why it is decoded plainly; `None` speculates.
-    plain: Vec<Option<Fallback>>,
-}
-
-/// Sequences that have been verified in one pass.
-struct Verified {
-    /// Rows in every sequence's KV cache before the step (`n`).
-    bases: Vec<usize>,
-    /// Anchor and drafts of every sequence, all of one length.
-    blocks: Vec<Vec<u32>>,
-    /// `[batch, rows, vocab]`
-    logits: Tensor,
-}
-
 impl DFlashPipeline {
     pub(super) async fn run_step(
         &mut self,
         seqs: &mut [&mut Sequence],
         is_prompt: bool,
         return_raw_logits: bool,
-        sampling: Sampling<'_>,
+        mut sampling: Sampling<'_>,
         backend: CacheBackendMetadata,
     ) -> Result<Duration> {
         let CacheBackendMetadata::DefaultInstructions { pre_op, post_op } = backend else {
@@ -85,10 +67,12 @@ impl DFlashPipeline {
                 .await;
         }
         if is_prompt {
-            return self.plain_step(seqs, true, sampling, pre_op, post_op).await;
+            return self
+                .plain_step(seqs, true, &mut sampling, pre_op, post_op)
+                .await;
         }
         apply(&self.target, seqs, pre_op);
-        self.decode_step(seqs, sampling, post_op).await
+        self.decode_step(seqs, &mut sampling, post_op).await
     }
 
     /// A step whose raw logits the caller wants: the target's own, and no draft KV comes of it.
@@ -120,7 +104,7 @@ impl DFlashPipeline {
     async fn decode_step(
         &mut self,
         seqs: &mut [&mut Sequence],
-        mut sampling: Sampling<'_>,
+        sampling: &mut Sampling<'_>,
         post_op: CacheInstruction,
     ) -> Result<Duration> {
         self.align(seqs)?;
@@ -130,26 +114,24 @@ impl DFlashPipeline {
             self.fell_back(*reason);
         }
         let speculating = plan.plain.iter().filter(|plain| plain.is_none()).count();
-        if speculating == seqs.len() {
-            if let Some(verified) = self.draft_and_verify(seqs, plan.rows)? {
-                let elapsed = start.elapsed();
-                self.accept(seqs, &verified, &mut sampling).await?;
-                self.observe_cost(seqs.len(), plan.rows, start.elapsed());
-                return Ok(elapsed);
-            }
-            seqs.iter().for_each(|_| self.fell_back(Fallback::Error));
-            return self
-                .plain_step(seqs, false, sampling, CacheInstruction::Nothing, post_op)
-                .await;
+        if speculating != 0 && speculating != seqs.len() {
+            return self.mixed_step(seqs, &plan, sampling, post_op).await;
         }
         if speculating == 0 {
+            let nothing = CacheInstruction::Nothing;
             let elapsed = self
-                .plain_step(seqs, false, sampling, CacheInstruction::Nothing, post_op)
+                .plain_step(seqs, false, sampling, nothing, post_op)
                 .await?;
             self.observe_cost(seqs.len(), 1, start.elapsed());
             return Ok(elapsed);
         }
-        self.mixed_step(seqs, &plan, sampling, post_op).await
+        let (elapsed, as_planned) = self
+            .speculative_step(seqs, plan.rows, sampling, post_op)
+            .await?;
+        if as_planned {
+            self.observe_cost(seqs.len(), plan.rows, start.elapsed());
+        }
+        Ok(elapsed)
     }
 
     /// Some sequences speculate and some do not: two passes, each with the model's cache to
@@ -158,7 +140,7 @@ impl DFlashPipeline {
         &mut self,
         seqs: &mut [&mut Sequence],
         plan: &Plan,
-        mut sampling: Sampling<'_>,
+        sampling: &mut Sampling<'_>,
         post_op: CacheInstruction,
     ) -> Result<Duration> {
         let start = Instant::now();
@@ -170,28 +152,34 @@ impl DFlashPipeline {
             }
         }
         self.target.clone_in_cache(&mut speculating);
-        match self.draft_and_verify(&mut speculating, plan.rows)? {
-            Some(verified) => {
-                self.accept(&mut speculating, &verified, &mut sampling)
-                    .await?;
-            }
-            None => {
-                speculating
-                    .iter()
-                    .for_each(|_| self.fell_back(Fallback::Error));
-                let sampling = Sampling {
-                    prefix_cacher: sampling.prefix_cacher,
-                    disable_eos_stop: sampling.disable_eos_stop,
-                    rng: sampling.rng.clone(),
-                };
-                let nothing = CacheInstruction::Nothing;
-                self.plain_step(&mut speculating, false, sampling, nothing, post_op)
-                    .await?;
-            }
-        }
+        self.speculative_step(&mut speculating, plan.rows, sampling, post_op)
+            .await?;
         self.plain_step(&mut plain, false, sampling, CacheInstruction::In, post_op)
             .await?;
         Ok(start.elapsed())
+    }
+
+    /// Draft, verify and accept, or, if that fails, decode plainly: the flag says which. The model's
+    /// cache holds exactly these sequences.
+    async fn speculative_step(
+        &mut self,
+        seqs: &mut [&mut Sequence],
+        rows: usize,
+        sampling: &mut Sampling<'_>,
+        post_op: CacheInstruction,
+    ) -> Result<(Duration, bool)> {
+        let start = Instant::now();
+        if let Some(verified) = self.draft_and_verify(seqs, rows)? {
+            let elapsed = start.elapsed();
+            self.accept(seqs, &verified, sampling).await?;
+            return Ok((elapsed, true));
+        }
+        seqs.iter().for_each(|_| self.fell_back(Fallback::Error));
+        let nothing = CacheInstruction::Nothing;
+        let elapsed = self
+            .plain_step(seqs, false, sampling, nothing, post_op)
+            .await?;
+        Ok((elapsed, false))
     }
 
     /// Draft and run the verify pass; after it the draft KV of each sequence has all verified
@@ -238,78 +226,6 @@ impl DFlashPipeline {
         Ok(())
     }
 
-    /// Decide which sequences speculate, and how many rows to verify.
-    fn plan(&mut self, seqs: &[&mut Sequence]) -> Result<Plan> {
-        let capacity =
-            verify::model_capacity(&*self.target)?.min(self.target.get_metadata().max_seq_len);
-        // Rows that each may verify, or why it is decoded plainly.
-        let rooms: Vec<std::result::Result<usize, Fallback>> =
-            seqs.iter().map(|seq| self.room(seq, capacity)).collect();
-        let most = seqs
-            .iter()
-            .zip(&rooms)
-            .filter_map(|(seq, room)| Some(self.useful(seq, *room.as_ref().ok()?)))
-            .max()
-            .unwrap_or(1);
-        let speculating: Vec<_> = seqs
-            .iter()
-            .zip(&rooms)
-            .filter(|(_, room)| room.is_ok())
-            .filter_map(|(seq, _)| state::of(seq))
-            .collect();
-        let rows = match &mut self.controller {
-            Some(controller) if !speculating.is_empty() => {
-                let acceptances: Vec<_> = speculating.iter().map(|s| &s.acceptance).collect();
-                controller.choose(&acceptances, most)
-            }
-            _ => self.worker.block_size().min(most),
-        };
-        metrics::gauge!("mistralrs_speculative_rows").set(rows as f64);
-        let plain = rooms
-            .into_iter()
-            .map(|room| match room {
-                Err(reason) => Some(reason),
-                Ok(_) if rows < 2 => Some(Fallback::NotWorthwhile),
-                // Its last tokens, while its neighbours' blocks are longer.
-                Ok(room) if room < rows => Some(Fallback::NoRoom),
-                Ok(_) => None,
-            })
-            .collect();
-        Ok(Plan { rows, plain })
-    }
-
-    /// Rows that a sequence can verify: 2 or more.
-    fn room(&self, seq: &Sequence, capacity: usize) -> std::result::Result<usize, Fallback> {
-        if !seq.speculation_enabled() {
-            return Err(Fallback::DisabledByRequest);
-        }
-        let committed = committed(seq);
-        if state::kv(seq).is_none() {
-            return Err(Fallback::NoDraftContext);
-        }
-        let room = self
-            .worker
-            .block_size()
-            .min(capacity.saturating_sub(committed));
-        if room < 2 {
-            return Err(Fallback::NoRoom);
-        }
-        let room = room.min(self.worker.max_positions().saturating_sub(committed));
-        if room < 2 {
-            return Err(Fallback::DraftContextEnd);
-        }
-        Ok(room)
-    }
-
-    /// Rows that can be worth verifying, of `room`: those behind the last token that the request
-    /// may have are never emitted.
-    fn useful(&self, seq: &Sequence, room: usize) -> usize {
-        match self.controller {
-            Some(_) => seq.remaining_tokens().map_or(room, |left| room.min(left)),
-            None => room,
-        }
-    }
-
     /// Anchor and drafts of every sequence.
     fn draft(&self, seqs: &[&mut Sequence], rows: usize) -> Result<Vec<Vec<u32>>> {
         let jobs = seqs
@@ -348,7 +264,7 @@ impl DFlashPipeline {
             candle_core::bail!("the target's KV cache does not hold the {rows} verified rows");
         }
         let mut taps = self.take_taps()?;
-        if self.hooks.fault_at(FaultPoint::NanFeatures).is_err() {
+        if self.hooks.goes_wrong_at(FaultPoint::NanFeatures) {
             taps = taps.affine(f64::NAN, 0.0)?;
         }
         let mut kvs: Vec<_> = seqs
@@ -368,66 +284,6 @@ impl DFlashPipeline {
         }
         self.taps()?.clear();
         verify::set_model_lens(&*self.target, bases)
-    }
-
-    /// Let each sequence sample its rows until its choice is no draft or it ends.
-    async fn accept(
-        &mut self,
-        seqs: &mut [&mut Sequence],
-        verified: &Verified,
-        sampling: &mut Sampling<'_>,
-    ) -> Result<()> {
-        let Verified {
-            bases,
-            blocks,
-            logits,
-        } = verified;
-        let first_rows: Vec<usize> = bases.iter().map(|base| base + 1).collect();
-        verify::publish(&*self.target, seqs, &first_rows)?;
-        for (i, seq) in seqs.iter_mut().enumerate() {
-            let drafts = blocks[i].get(1..).unwrap_or_default();
-            seq.set_pending_drafts(drafts.iter().copied());
-            let mut rows = Rows {
-                seq,
-                target: &self.target,
-                sampling: &mut *sampling,
-                logits: logits.i(i)?,
-                drafts,
-                hooks: &self.hooks,
-            };
-            let walked = commit::walk(&mut rows, bases[i], drafts).await?;
-            self.hooks
-                .stats
-                .verified(drafts.len(), walked.accepted, walked.emitted.len());
-            self.counters
-                .record(drafts.len(), walked.accepted, walked.emitted.len());
-            // A sequence that ended with an accepted draft says nothing of the drafts behind it.
-            let judged = match walked.ended && walked.emitted.len() == walked.accepted {
-                true => walked.accepted,
-                false => drafts.len(),
-            };
-            if let Some(state) = state::of_mut(seq) {
-                state.acceptance.observe(judged, walked.accepted);
-            }
-            if let Some(controller) = &mut self.controller {
-                controller.observe_acceptance(judged, walked.accepted);
-            }
-            if let Some(observer) = &self.hooks.observer {
-                observer(&Round {
-                    sequence: *seq.id(),
-                    batch: blocks.len(),
-                    position: bases[i],
-                    anchor: blocks[i][0],
-                    drafts: drafts.to_vec(),
-                    accepted: walked.accepted,
-                    emitted: walked.emitted,
-                });
-            }
-            self.check_lengths(seq)?;
-        }
-        // The model's cache goes on with what each has committed.
-        let lens: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
-        verify::set_model_lens(&*self.target, &lens)
     }
 
     /// Invariant I2: the KV caches of a running sequence hold every token but the last one. (Those
@@ -480,48 +336,6 @@ impl DFlashPipeline {
         } else if said == MOST {
             tracing::warn!("DFlash: no more warnings of this kind; the counters go on");
         }
-    }
-}
-
-/// The verified rows of one sequence, in front of the host's sampler.
-struct Rows<'a, 'b> {
-    seq: &'a mut Sequence,
-    target: &'a Target,
-    sampling: &'a mut Sampling<'b>,
-    /// `[rows, vocab]`
-    logits: Tensor,
-    drafts: &'a [u32],
-    hooks: &'a Hooks,
-}
-
-impl VerifiedSequence for Rows<'_, '_> {
-    type Error = candle_core::Error;
-
-    fn set_len(&mut self, len: usize) -> Result<()> {
-        verify::set_seq_len(self.seq, len)?;
-        match state::kv_mut(self.seq) {
-            Some(kv) => Ok(kv.set_len(len)?),
-            None => Ok(()),
-        }
-    }
-
-    async fn choose(&mut self, row: usize) -> Result<Choice> {
-        let before = self.seq.get_toks().len();
-        let logits = self.logits.narrow(0, row, 1)?;
-        self.sampling
-            .sample(self.target, &mut [&mut *self.seq], vec![logits])
-            .await?;
-        let mut emitted = self.seq.get_toks().get(before).copied();
-        let draft = self.drafts.get(row).copied();
-        if emitted.is_some() && draft.is_some() && self.hooks.goes_wrong_at(FaultPoint::Accept) {
-            emitted = draft;
-        }
-        Ok(match emitted {
-            Some(token) if self.seq.is_running() => Choice::Token(token),
-            Some(token) => Choice::Last(token),
-            // The sampler failed and has told the client; the sequence is in error.
-            None => Choice::None,
-        })
     }
 }
 

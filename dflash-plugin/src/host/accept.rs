@@ -1,0 +1,126 @@
+//! The verified rows of a step in front of the host's sampler: accept and commit.
+
+use candle_core::{IndexOp, Result, Tensor};
+use mistralrs_core::plugin::Sequence;
+
+use super::method::Hooks;
+use super::pipeline::{DFlashPipeline, Target};
+use super::step::{committed, Sampling};
+use super::{state, verify};
+use crate::commit::{self, Choice, VerifiedSequence};
+use crate::fault::FaultPoint;
+use crate::trace::Round;
+
+/// Sequences that have been verified in one pass.
+pub struct Verified {
+    /// Rows in every sequence's KV cache before the step (`n`).
+    pub bases: Vec<usize>,
+    /// Anchor and drafts of every sequence, all of one length.
+    pub blocks: Vec<Vec<u32>>,
+    /// `[batch, rows, vocab]`
+    pub logits: Tensor,
+}
+
+impl DFlashPipeline {
+    /// Let each sequence sample its rows until its choice is no draft or it ends.
+    pub(super) async fn accept(
+        &mut self,
+        seqs: &mut [&mut Sequence],
+        verified: &Verified,
+        sampling: &mut Sampling<'_>,
+    ) -> Result<()> {
+        let Verified {
+            bases,
+            blocks,
+            logits,
+        } = verified;
+        let first_rows: Vec<usize> = bases.iter().map(|base| base + 1).collect();
+        verify::publish(&*self.target, seqs, &first_rows)?;
+        for (i, seq) in seqs.iter_mut().enumerate() {
+            let drafts = blocks[i].get(1..).unwrap_or_default();
+            seq.set_pending_drafts(drafts.iter().copied());
+            let mut rows = Rows {
+                seq,
+                target: &self.target,
+                sampling: &mut *sampling,
+                logits: logits.i(i)?,
+                drafts,
+                hooks: &self.hooks,
+            };
+            let walked = commit::walk(&mut rows, bases[i], drafts).await?;
+            self.hooks
+                .stats
+                .verified(drafts.len(), walked.accepted, walked.emitted.len());
+            self.counters
+                .record(drafts.len(), walked.accepted, walked.emitted.len());
+            // A sequence that ended with an accepted draft says nothing of the drafts behind it.
+            let judged = match walked.ended && walked.emitted.len() == walked.accepted {
+                true => walked.accepted,
+                false => drafts.len(),
+            };
+            if let Some(state) = state::of_mut(seq) {
+                state.acceptance.observe(judged, walked.accepted);
+            }
+            if let Some(controller) = &mut self.controller {
+                controller.observe_acceptance(judged, walked.accepted);
+            }
+            if let Some(observer) = &self.hooks.observer {
+                observer(&Round {
+                    sequence: *seq.id(),
+                    batch: blocks.len(),
+                    position: bases[i],
+                    anchor: blocks[i][0],
+                    drafts: drafts.to_vec(),
+                    accepted: walked.accepted,
+                    emitted: walked.emitted,
+                });
+            }
+            self.check_lengths(seq)?;
+        }
+        // The model's cache goes on with what each has committed.
+        let lens: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
+        verify::set_model_lens(&*self.target, &lens)
+    }
+}
+
+/// The verified rows of one sequence, in front of the host's sampler.
+struct Rows<'a, 'b> {
+    seq: &'a mut Sequence,
+    target: &'a Target,
+    sampling: &'a mut Sampling<'b>,
+    /// `[rows, vocab]`
+    logits: Tensor,
+    drafts: &'a [u32],
+    hooks: &'a Hooks,
+}
+
+impl VerifiedSequence for Rows<'_, '_> {
+    type Error = candle_core::Error;
+
+    fn set_len(&mut self, len: usize) -> Result<()> {
+        verify::set_seq_len(self.seq, len)?;
+        match state::kv_mut(self.seq) {
+            Some(kv) => Ok(kv.set_len(len)?),
+            None => Ok(()),
+        }
+    }
+
+    async fn choose(&mut self, row: usize) -> Result<Choice> {
+        let before = self.seq.get_toks().len();
+        let logits = self.logits.narrow(0, row, 1)?;
+        self.sampling
+            .sample(self.target, &mut [&mut *self.seq], vec![logits])
+            .await?;
+        let mut emitted = self.seq.get_toks().get(before).copied();
+        let draft = self.drafts.get(row).copied();
+        if emitted.is_some() && draft.is_some() && self.hooks.goes_wrong_at(FaultPoint::Accept) {
+            emitted = draft;
+        }
+        Ok(match emitted {
+            Some(token) if self.seq.is_running() => Choice::Token(token),
+            Some(token) => Choice::Last(token),
+            // The sampler failed and has told the client; the sequence is in error.
+            None => Choice::None,
+        })
+    }
+}

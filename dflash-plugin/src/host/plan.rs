@@ -1,0 +1,88 @@
+//! Which sequences of a step speculate, and with how many rows.
+
+use candle_core::Result;
+use mistralrs_core::plugin::Sequence;
+
+use super::pipeline::DFlashPipeline;
+use super::step::committed;
+use super::{state, verify};
+use crate::stats::Fallback;
+
+/// How the sequences of a step are decoded.
+pub struct Plan {
+    /// Rows to verify of each speculating sequence: its anchor and `rows - 1` drafts.
+    pub rows: usize,
+    /// By sequence: why it is decoded plainly; `None` speculates.
+    pub plain: Vec<Option<Fallback>>,
+}
+
+impl DFlashPipeline {
+    /// Decide which sequences speculate, and how many rows to verify.
+    pub(super) fn plan(&mut self, seqs: &[&mut Sequence]) -> Result<Plan> {
+        let capacity =
+            verify::model_capacity(&*self.target)?.min(self.target.get_metadata().max_seq_len);
+        // Rows that each may verify, or why it is decoded plainly.
+        let rooms: Vec<std::result::Result<usize, Fallback>> =
+            seqs.iter().map(|seq| self.room(seq, capacity)).collect();
+        let most = seqs
+            .iter()
+            .zip(&rooms)
+            .filter_map(|(seq, room)| Some(self.useful(seq, *room.as_ref().ok()?)))
+            .max()
+            .unwrap_or(1);
+        let acceptances: Vec<_> = seqs
+            .iter()
+            .zip(&rooms)
+            .filter(|(_, room)| room.is_ok())
+            .filter_map(|(seq, _)| Some(&state::of(seq)?.acceptance))
+            .collect();
+        let rows = match &mut self.controller {
+            Some(controller) if !acceptances.is_empty() => controller.choose(&acceptances, most),
+            _ => self.worker.block_size().min(most),
+        };
+        metrics::gauge!("mistralrs_speculative_rows").set(rows as f64);
+        let plain = rooms
+            .into_iter()
+            .map(|room| match room {
+                Err(reason) => Some(reason),
+                Ok(_) if rows < 2 => Some(Fallback::NotWorthwhile),
+                // Its last tokens, while its neighbours' blocks are longer.
+                Ok(room) if room < rows => Some(Fallback::NoRoom),
+                Ok(_) => None,
+            })
+            .collect();
+        Ok(Plan { rows, plain })
+    }
+
+    /// Rows that a sequence can verify: 2 or more.
+    fn room(&self, seq: &Sequence, capacity: usize) -> std::result::Result<usize, Fallback> {
+        if !seq.speculation_enabled() {
+            return Err(Fallback::DisabledByRequest);
+        }
+        let committed = committed(seq);
+        if state::kv(seq).is_none() {
+            return Err(Fallback::NoDraftContext);
+        }
+        let room = self
+            .worker
+            .block_size()
+            .min(capacity.saturating_sub(committed));
+        if room < 2 {
+            return Err(Fallback::NoRoom);
+        }
+        let room = room.min(self.worker.max_positions().saturating_sub(committed));
+        if room < 2 {
+            return Err(Fallback::DraftContextEnd);
+        }
+        Ok(room)
+    }
+
+    /// Rows that can be worth verifying, of `room`: those behind the last token that the request
+    /// may have are never emitted.
+    fn useful(&self, seq: &Sequence, room: usize) -> usize {
+        match self.controller {
+            Some(_) => seq.remaining_tokens().map_or(room, |left| room.min(left)),
+            None => room,
+        }
+    }
+}
