@@ -8,19 +8,15 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use crate::engine::{Engine, Generation, Job, Prompt, Setup};
+use crate::engine::{Engine, Generation, Job, PairArgs, Prompt};
 use crate::prompts::{self, PromptLine};
 use crate::report::{self, median, Pair, Summary};
 
 /// Options of `bench`.
 #[derive(Debug, Args)]
 pub struct BenchArgs {
-    /// Target model: a folder in Hugging Face format, or a .gguf file
-    #[arg(long)]
-    pub target: PathBuf,
-    /// Draft model folder
-    #[arg(long)]
-    pub draft: PathBuf,
+    #[command(flatten)]
+    pub pair: PairArgs,
     /// Prompt files (JSONL with `id`, `kind`, `prompt`) or folders of them
     #[arg(long, required = true, num_args = 1..)]
     pub prompts: Vec<PathBuf>,
@@ -67,14 +63,11 @@ pub async fn run(args: &BenchArgs) -> Result<()> {
     let prompts = prompts::load(&args.prompts, args.per_kind)?;
     let plain = match args.tau_only {
         true => None,
-        false => Some(Engine::load(&Setup::plain(&args.target)).await?),
+        false => Some(Engine::load(&args.pair.plain()).await?),
     };
     let mut speculative = Vec::new();
     for &block_size in &args.block_sizes {
-        let setup = Setup {
-            adaptive: args.adaptive,
-            ..Setup::dflash(&args.target, &args.draft, Some(block_size))
-        };
+        let setup = args.pair.dflash(Some(block_size), args.adaptive);
         speculative.push((block_size, Engine::load(&setup).await?));
     }
     let progress = ProgressBar::new(prompts.len() as u64);
@@ -102,8 +95,8 @@ pub async fn run(args: &BenchArgs) -> Result<()> {
     if let Some(file) = &args.json {
         let report = Report {
             command: std::env::args().skip(1).collect::<Vec<_>>().join(" "),
-            target: &args.target,
-            draft: &args.draft,
+            target: &args.pair.target,
+            draft: &args.pair.draft,
             max_tokens: args.max_tokens,
             temperature: args.temperature,
             repetitions: args.repetitions,
@@ -111,8 +104,7 @@ pub async fn run(args: &BenchArgs) -> Result<()> {
             summaries: &summaries,
             pairs: &pairs,
         };
-        std::fs::write(file, serde_json::to_string_pretty(&report)?)
-            .with_context(|| format!("cannot write {}", file.display()))?;
+        report::write_json(file, &report)?;
     }
     Ok(())
 }

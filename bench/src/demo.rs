@@ -3,12 +3,12 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 use dflash_plugin::stats::StatsSnapshot;
 use serde::Serialize;
 
-use crate::engine::{Engine, Generation, Job, Prompt, Setup};
+use crate::engine::{Engine, Generation, Job, PairArgs, Prompt};
 use crate::report::{self, Pair, Summary};
 
 /// Prompts that are in no training file: one of each kind.
@@ -22,12 +22,8 @@ const PROMPTS: &[(&str, &str)] = &[
 /// Options of `demo`.
 #[derive(Debug, Args)]
 pub struct DemoArgs {
-    /// Target model: a folder in Hugging Face format, or a .gguf file
-    #[arg(long)]
-    pub target: PathBuf,
-    /// Draft model folder
-    #[arg(long)]
-    pub draft: PathBuf,
+    #[command(flatten)]
+    pub pair: PairArgs,
     /// Anchor and drafts in one block
     #[arg(long, default_value_t = 8)]
     pub block_size: usize,
@@ -50,12 +46,8 @@ struct Figures<'a> {
 /// Run it.
 pub async fn run(args: &DemoArgs) -> Result<()> {
     println!("Loading the target twice: once alone, once with the draft model.");
-    let plain = Engine::load(&Setup::plain(&args.target)).await?;
-    let dflash = Engine::load(&Setup {
-        adaptive: true,
-        ..Setup::dflash(&args.target, &args.draft, Some(args.block_size))
-    })
-    .await?;
+    let plain = Engine::load(&args.pair.plain()).await?;
+    let dflash = Engine::load(&args.pair.dflash(Some(args.block_size), true)).await?;
     let mut pairs = Vec::new();
     for (number, (kind, prompt)) in PROMPTS.iter().enumerate() {
         println!("\n=== {}/{} ({kind}): {prompt}", number + 1, PROMPTS.len());
@@ -95,8 +87,7 @@ pub async fn run(args: &DemoArgs) -> Result<()> {
             prompts: &pairs,
             stats: &stats,
         };
-        std::fs::write(file, serde_json::to_string_pretty(&figures)?)
-            .with_context(|| format!("cannot write {}", file.display()))?;
+        report::write_json(file, &figures)?;
     }
     anyhow::ensure!(
         identical,

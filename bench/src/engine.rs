@@ -80,6 +80,32 @@ fn utf8(path: &Path) -> Result<String> {
         .with_context(|| format!("{} is not valid UTF-8", path.display()))
 }
 
+/// The pair of models that a command runs.
+#[derive(Debug, clap::Args)]
+pub struct PairArgs {
+    /// Target model: a folder in Hugging Face format, or a .gguf file
+    #[arg(long)]
+    pub target: PathBuf,
+    /// Draft model folder
+    #[arg(long)]
+    pub draft: PathBuf,
+}
+
+impl PairArgs {
+    /// The target alone.
+    pub fn plain(&self) -> Setup {
+        Setup::plain(&self.target)
+    }
+
+    /// Both.
+    pub fn dflash(&self, block_size: Option<usize>, adaptive: bool) -> Setup {
+        Setup {
+            adaptive,
+            ..Setup::dflash(&self.target, &self.draft, block_size)
+        }
+    }
+}
+
 /// What to load.
 #[derive(Debug, Clone)]
 pub struct Setup {

@@ -13,19 +13,15 @@ use dflash_plugin::stats::StatsSnapshot;
 use futures_util::future::try_join_all;
 use serde::Serialize;
 
-use crate::engine::{Engine, Generation, Job, Prompt, Setup};
+use crate::engine::{Engine, Generation, Job, PairArgs, Prompt};
 use crate::prompts::{self, PromptLine};
-use crate::report::median;
+use crate::report::{self, median};
 
 /// Options of `load`.
 #[derive(Debug, Args)]
 pub struct LoadArgs {
-    /// Target model: a folder in Hugging Face format, or a .gguf file
-    #[arg(long)]
-    pub target: PathBuf,
-    /// Draft model folder
-    #[arg(long)]
-    pub draft: PathBuf,
+    #[command(flatten)]
+    pub pair: PairArgs,
     /// Prompt files (JSONL with `id`, `kind`, `prompt`) or folders of them
     #[arg(long, required = true, num_args = 1..)]
     pub prompts: Vec<PathBuf>,
@@ -75,12 +71,8 @@ pub async fn run(args: &LoadArgs) -> Result<()> {
     let prompts = prompts::load(&args.prompts, None)?;
     let mut kinds: Vec<&str> = prompts.iter().map(|p| p.kind.as_str()).collect();
     kinds.dedup();
-    let plain = Engine::load(&Setup::plain(&args.target)).await?;
-    let dflash = Engine::load(&Setup {
-        adaptive: !args.fixed,
-        ..Setup::dflash(&args.target, &args.draft, args.block_size)
-    })
-    .await?;
+    let plain = Engine::load(&args.pair.plain()).await?;
+    let dflash = Engine::load(&args.pair.dflash(args.block_size, !args.fixed)).await?;
     let mut rows = Vec::new();
     for &concurrency in &args.concurrency {
         for kind in &kinds {
@@ -95,8 +87,7 @@ pub async fn run(args: &LoadArgs) -> Result<()> {
             "command": std::env::args().skip(1).collect::<Vec<_>>().join(" "),
             "rows": rows,
         });
-        std::fs::write(file, serde_json::to_string_pretty(&report)?)
-            .with_context(|| format!("cannot write {}", file.display()))?;
+        report::write_json(file, &report)?;
     }
     Ok(())
 }

@@ -1,5 +1,8 @@
 //! Medians, ratios and tables.
 
+use std::path::Path;
+
+use anyhow::{Context, Result};
 use comfy_table::{presets::UTF8_FULL_CONDENSED, CellAlignment, Table};
 use dflash_plugin::stats::StatsSnapshot;
 use serde::Serialize;
@@ -116,6 +119,15 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
         n if n % 2 == 1 => Some(values[middle]),
         _ => Some((values[middle - 1] + values[middle]) / 2.0),
     }
+}
+
+/// Write all figures to `file`.
+///
+/// # Errors
+/// If it cannot be written.
+pub fn write_json(file: &Path, figures: &impl Serialize) -> Result<()> {
+    std::fs::write(file, serde_json::to_string_pretty(figures)?)
+        .with_context(|| format!("cannot write {}", file.display()))
 }
 
 /// The summaries as a table for a terminal.
