@@ -134,19 +134,6 @@ impl Server {
         self.child.id()
     }
 
-    /// `GET /metrics`.
-    pub async fn metrics(&self) -> String {
-        let response = reqwest::get(self.url("metrics")).await.unwrap();
-        response.text().await.unwrap()
-    }
-
-    /// The value of a metric without labels; `None` before it was set.
-    pub async fn metric(&self, name: &str) -> Option<f64> {
-        let metrics = self.metrics().await;
-        let mut lines = metrics.lines();
-        lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
-    }
-
     pub fn url(&self, path: &str) -> String {
         format!("http://127.0.0.1:{}/{path}", self.port)
     }
@@ -156,6 +143,51 @@ impl Server {
             .with_api_base(self.url("v1"))
             .with_api_key("none");
         Client::with_config(config)
+    }
+}
+
+/// The text of `/metrics`.
+pub struct Metrics(pub String);
+
+impl Metrics {
+    /// Ask the server.
+    pub async fn of(server: &Server) -> Self {
+        let answer = reqwest::get(server.url("metrics")).await.unwrap();
+        assert_eq!(answer.status().as_u16(), 200);
+        let kind = answer.headers()["content-type"].to_str().unwrap();
+        assert!(kind.starts_with("text/plain"), "{kind}");
+        Self(answer.text().await.unwrap())
+    }
+
+    /// The value of the series with this name and all these labels, if there is one.
+    pub fn find(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
+        let mut series = self.0.lines().filter(|line| {
+            line.strip_prefix(name)
+                .is_some_and(|rest| rest.starts_with([' ', '{']))
+        });
+        let line = series.find(|line| {
+            labels
+                .iter()
+                .all(|(key, value)| line.contains(&format!("{key}=\"{value}\"")))
+        })?;
+        Some(line.rsplit(' ').next().unwrap().parse().unwrap())
+    }
+
+    /// The same; 0 if there is none.
+    pub fn get(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        self.find(name, labels).unwrap_or(0.0)
+    }
+
+    /// Ask until `holds`: the engine counts a step after it has sent that step's answers.
+    pub async fn once(server: &Server, holds: impl Fn(&Self) -> bool) -> Self {
+        for _ in 0..50 {
+            let metrics = Self::of(server).await;
+            if holds(&metrics) {
+                return metrics;
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        panic!("the metrics stay\n{}", Self::of(server).await.0);
     }
 }
 

@@ -7,7 +7,9 @@ use dflash_bench::engine::{Engine, Generation, Job, Prompt, Setup};
 use dflash_plugin::stats::Fallback;
 use dflash_plugin::DFlashMethod;
 use dflash_tests::tiny::{self, TinyPair};
-use dflash_tests::{assert_no_draft_kv, compare_greedy, drafter, gguf, golden, target, GreedyFile};
+use dflash_tests::{
+    assert_no_draft_kv, compare_greedy, drafter, gguf, golden, target, GreedyFile, GreedyPrompt,
+};
 
 const TOKENS: usize = 48;
 
@@ -25,6 +27,14 @@ async fn together(engine: &Engine, prompts: &[Vec<u32>]) -> Vec<Generation> {
         out.push(generation.unwrap());
     }
     out
+}
+
+/// Every answer has the recorded tokens of its prompt.
+fn assert_golden(got: &[Generation], want: &[&GreedyPrompt]) {
+    for (got, want) in got.iter().zip(want) {
+        let reference = &want.greedy_ids[..TOKENS.min(want.greedy_ids.len())];
+        compare_greedy(&want.id, reference, &want.gaps, &got.tokens).unwrap();
+    }
 }
 
 /// Rounds that were verified in one pass with those of other sequences.
@@ -54,10 +64,7 @@ async fn requests_of_mixed_and_of_equal_length_each_give_their_own_tokens() {
         .collect();
     let prompts: Vec<Vec<u32>> = chosen.iter().map(|p| p.input_ids.clone()).collect();
     let got = together(&engine, &prompts).await;
-    for (got, want) in got.iter().zip(&chosen) {
-        let reference = &want.greedy_ids[..TOKENS.min(want.greedy_ids.len())];
-        compare_greedy(&want.id, reference, &want.gaps, &got.tokens).unwrap();
-    }
+    assert_golden(&got, &chosen);
     let stats = engine.stats();
     assert!(
         stats.fallbacks.is_empty(),
@@ -124,10 +131,7 @@ async fn different_prompts_verified_in_one_pass_each_give_their_own_tokens() {
     assert!(chosen.len() >= 3, "{} prompts of one length", chosen.len());
     let prompts: Vec<Vec<u32>> = chosen.iter().map(|p| p.input_ids.clone()).collect();
     let got = together(&engine, &prompts).await;
-    for (got, want) in got.iter().zip(&chosen) {
-        let reference = &want.greedy_ids[..TOKENS.min(want.greedy_ids.len())];
-        compare_greedy(&want.id, reference, &want.gaps, &got.tokens).unwrap();
-    }
+    assert_golden(&got, &chosen);
     let together = shared(&batches);
     println!(
         "{together} of {} rounds shared a pass",
@@ -234,10 +238,7 @@ async fn eight_requests_of_unequal_length_share_their_passes_and_none_waits_for_
     lengths.dedup();
     assert!(lengths.len() > 4, "the prompts are of {lengths:?} tokens");
     let got = together(&engine, &prompts).await;
-    for (got, want) in got.iter().zip(&chosen) {
-        let reference = &want.greedy_ids[..TOKENS.min(want.greedy_ids.len())];
-        compare_greedy(&want.id, reference, &want.gaps, &got.tokens).unwrap();
-    }
+    assert_golden(&got, &chosen);
     assert!(engine.stats().fallbacks.is_empty(), "{:?}", engine.stats());
     let rounds = rounds.lock().unwrap();
     let alone = rounds.iter().filter(|(_, batch)| *batch == 1).count();
@@ -280,11 +281,8 @@ async fn a_request_without_speculation_decodes_plainly_and_its_neighbours_draft(
         })
         .collect();
     let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
-    let got = futures_util::future::join_all(running).await;
-    for (got, want) in got.into_iter().zip(&chosen) {
-        let reference = &want.greedy_ids[..TOKENS.min(want.greedy_ids.len())];
-        compare_greedy(&want.id, reference, &want.gaps, &got.unwrap().tokens).unwrap();
-    }
+    let got = futures_util::future::try_join_all(running).await.unwrap();
+    assert_golden(&got, &chosen);
     let stats = engine.stats();
     assert_eq!(sequences.lock().unwrap().len(), 2, "sequences that drafted");
     let reasons: Vec<_> = stats.fallbacks.keys().collect();

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use dflash_tests::server::{binary, Server};
+use dflash_tests::server::{binary, Metrics, Server};
 use dflash_tests::{drafter, target};
 use serde_json::{json, Value};
 
@@ -69,49 +69,6 @@ fn response(more: Value) -> Value {
     body_map.remove("messages");
     body_map.insert("input".into(), "List the months of the year.".into());
     body
-}
-
-/// The text of `/metrics`.
-struct Metrics(String);
-
-impl Metrics {
-    async fn of(server: &Server) -> Self {
-        let answer = reqwest::get(server.url("metrics")).await.unwrap();
-        assert_eq!(answer.status().as_u16(), 200);
-        let kind = answer.headers()["content-type"].to_str().unwrap();
-        assert!(kind.starts_with("text/plain"), "{kind}");
-        Self(answer.text().await.unwrap())
-    }
-
-    /// The value of the series with this name and all these labels; 0 if there is none.
-    fn get(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
-        self.0
-            .lines()
-            .filter(|line| {
-                line.strip_prefix(name)
-                    .is_some_and(|rest| rest.starts_with([' ', '{']))
-            })
-            .find(|line| {
-                labels
-                    .iter()
-                    .all(|(key, value)| line.contains(&format!("{key}=\"{value}\"")))
-            })
-            .map_or(0.0, |line| {
-                line.rsplit(' ').next().unwrap().parse().unwrap()
-            })
-    }
-
-    /// Ask until `holds`: the engine counts a step after it has sent that step's answers.
-    async fn once(server: &Server, holds: impl Fn(&Self) -> bool) -> Self {
-        for _ in 0..50 {
-            let metrics = Self::of(server).await;
-            if holds(&metrics) {
-                return metrics;
-            }
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
-        panic!("the metrics stay\n{}", Self::of(server).await.0);
-    }
 }
 
 /// Accepted and rejected draft tokens in a usage.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dflash_tests::server::Server;
+use dflash_tests::server::{Metrics, Server};
 use dflash_tests::{drafter, full, prompts, target};
 use futures_util::StreamExt;
 use serde_json::{json, Value};
@@ -145,6 +145,10 @@ async fn send(http: &reqwest::Client, server: &Server, request: &Request) -> Res
     }
 }
 
+async fn metric(server: &Server, name: &str) -> Option<f64> {
+    Metrics::of(server).await.find(name, &[])
+}
+
 /// Resident memory of the server in MiB.
 fn resident(pid: u32) -> f64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -207,17 +211,17 @@ async fn mixed_requests_from_16_clients_leave_no_error_and_no_memory_behind() {
 
     // Those that hung up end with the next step.
     let deadline = Instant::now() + Duration::from_secs(60);
-    while server.metric("mistralrs_sequences_running").await != Some(0.0) {
+    while metric(&server, "mistralrs_sequences_running").await != Some(0.0) {
         assert!(
             Instant::now() < deadline,
             "sequences still run: {}",
-            server.metrics().await
+            Metrics::of(&server).await.0
         );
         // The gauge is set by a step; a small request makes one.
         send(&http, &server, &request(11, &texts)).await.unwrap();
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
-    let states = server.metric("mistralrs_speculative_draft_states").await;
+    let states = metric(&server, "mistralrs_speculative_draft_states").await;
     // The host keeps 16 prefix-cache entries.
     assert!(
         states.is_some_and(|n| n <= 16.0),
@@ -238,7 +242,7 @@ async fn mixed_requests_from_16_clients_leave_no_error_and_no_memory_behind() {
         "mistralrs_speculative_draft_tokens_proposed_total",
         "mistralrs_speculative_draft_tokens_accepted_total",
     ] {
-        println!("{name} {:?}", server.metric(name).await);
+        println!("{name} {:?}", metric(&server, name).await);
     }
     // The short run ends before the allocator's pools have settled.
     let most = if full() { 0.05 } else { 0.15 };
