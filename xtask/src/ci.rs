@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 
-use crate::{bench, host, model, process, prompts};
+use crate::{bench, cuda, host, model, process, prompts};
 
 struct Context {
     root: PathBuf,
@@ -20,7 +20,7 @@ struct Step {
 
 /// The cheap ones first. clippy and doc come last: both need a second, check-only pass over the whole host, which is
 /// worth its minutes only for code whose tests pass.
-const STEPS: [Step; 13] = [
+const STEPS: [Step; 14] = [
     Step {
         name: "xtask fmt",
         run: |c| cargo(c, &["fmt", XTASK, "--check"]),
@@ -36,6 +36,10 @@ const STEPS: [Step; 13] = [
     Step {
         name: "fmt",
         run: |c| cargo(c, &["fmt", "--check"]),
+    },
+    Step {
+        name: "CUDA kernels",
+        run: |c| cuda::check_kernels(&c.root),
     },
     Step {
         name: "host",

@@ -5,6 +5,7 @@
 mod args;
 mod bench;
 mod ci;
+mod cuda;
 mod hash;
 mod host;
 mod install;
@@ -91,6 +92,21 @@ enum Command {
         #[arg(long)]
         full: bool,
     },
+    /// Build with CUDA, with the machine's toolkit or one made from PyPI, into target/cuda
+    Cuda {
+        /// Only compile our kernels for sm_80, sm_89 and sm_90
+        #[arg(long)]
+        kernels: bool,
+        /// Further options of `cargo build`, such as --features cuda,flash-attn
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        rest: Vec<String>,
+    },
+    /// Put a CUDA build's programs and tests into target/gpu-bundle, stripped and compressed
+    GpuBundle {
+        /// End-to-end tests to take along
+        #[arg(long = "test")]
+        tests: Vec<String>,
+    },
     /// Install the patched `mistralrs`
     Install {
         /// Folder whose bin/ receives it [default: cargo's]
@@ -146,6 +162,9 @@ fn run(command: Command) -> Result<()> {
         Command::Bench { rest } => bench::measure(&root, "bench", rest),
         Command::Load { rest } => bench::measure(&root, "load", rest),
         Command::Test { full } => ci::run(&root, full),
+        Command::Cuda { kernels: true, .. } => cuda::check_kernels(&root),
+        Command::Cuda { rest, .. } => cuda::build(&root, &rest),
+        Command::GpuBundle { tests } => cuda::bundle(&root, &tests),
         Command::Install { root: to } => install::install(&root, to.as_deref()),
         Command::WatchServer { .. } => Ok(()),
     }
