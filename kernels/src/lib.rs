@@ -1,0 +1,43 @@
+//! Kernels of DFlash speculative decoding over a paged KV cache.
+//!
+//! | operation | what it is for |
+//! | --- | --- |
+//! | [`block_attention`] | a block of query rows over each sequence's paged context: draft and verify |
+//! | [`materialize`] | the one product of all draft layers' K and V to normed, rotated, paged K and V |
+//! | [`accept`], [`argmax_last`] | argmax of all rows and the accepted prefix, without leaving the device |
+//!
+//! Each is one function. On a CUDA device (feature `cuda`) it launches its kernel; elsewhere, and for
+//! what no kernel covers, it takes a fallback made of candle's operations with the same result. A
+//! fallback on a CUDA device is slow, since it reads lengths back to the host: it is logged once for
+//! each operation and counted ([`slow_paths`]).
+//!
+//! # The paged cache
+//! The cache of one layer is a pair of tensors as the host (mistral.rs) keeps them, with
+//! `x = 16 / size_of(dtype)`:
+//! - keys `[num_blocks, kv_heads, head_dim / x, block_size, x]`,
+//! - values `[num_blocks, kv_heads, head_dim, block_size]`.
+//!
+//! A sequence's position `p` lies in block `block_table[p / block_size]` at `p % block_size`. A slot
+//! is `block * block_size + offset`; slot -1 is padding.
+//!
+//! # What is checked
+//! Shapes, dtypes and devices are checked on the host and give errors that say what was expected. The
+//! contents of index tensors (lengths, block ids, slots, positions) can only be checked by the fallbacks,
+//! which return errors; the kernels then neither read nor write outside the tensors, but what they
+//! compute for such a row is unspecified.
+
+mod accept;
+mod attention;
+mod check;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod materialize;
+mod paged;
+mod slow_path;
+
+pub use accept::{accept, argmax_last};
+#[doc(hidden)]
+pub use attention::block_attention_with_splits;
+pub use attention::{block_attention, AttentionOptions, PagedContext};
+pub use materialize::{materialize, Kept, KvOrder, MaterializeSpec};
+pub use slow_path::slow_paths;
