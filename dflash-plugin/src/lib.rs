@@ -15,6 +15,7 @@
 //! | core | [`checkpoint`] | the drafter's files, checked before anything is built |
 //! | core | [`draft`] | the draft model |
 //! | core | [`kv`] | one sequence's draft K/V |
+//! | core | [`pool`] | draft K/V in the blocks of a paged KV cache |
 //! | core | [`accept`] | the accept rule |
 //! | core | [`commit`] | the walk over a verified block: accept, emit, commit |
 //! | core | [`controller`] | how many rows to verify, by measured cost and acceptance |
@@ -38,6 +39,7 @@ pub mod host;
 pub mod kv;
 pub mod layer_ids;
 pub mod mask_token;
+pub mod pool;
 pub mod stats;
 pub mod trace;
 pub mod worker;

@@ -12,6 +12,8 @@ pub enum Fallback {
     NoDraftContext,
     /// Fewer than two rows fit before the end of the target's context.
     NoRoom,
+    /// The host's paged KV cache has no free blocks for the rows of a block.
+    NoBlocks,
     /// The draft model's positions end before the block's last one.
     DraftContextEnd,
     /// The draft model or the verify pass failed: an error or a panic.
@@ -32,6 +34,7 @@ impl Fallback {
         match self {
             Self::NoDraftContext => "no_draft_context",
             Self::NoRoom => "no_room",
+            Self::NoBlocks => "no_blocks",
             Self::DraftContextEnd => "draft_context_end",
             Self::Error => "error",
             Self::NotWorthwhile => "not_worthwhile",
@@ -45,6 +48,9 @@ impl Fallback {
         match self {
             Self::NoDraftContext => "the draft model has no context for a sequence",
             Self::NoRoom => "the target's context ends within the next block",
+            Self::NoBlocks => {
+                "the paged KV cache is full; give it more memory, or fewer sequences at once"
+            }
             Self::DraftContextEnd => "the sequence is longer than the draft model's context",
             Self::Error => "drafting or verifying failed",
             Self::NotWorthwhile => {

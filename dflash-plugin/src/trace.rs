@@ -22,3 +22,23 @@ pub struct Round {
 
 /// Called after every round, from inside the engine's step.
 pub type Observer = Arc<dyn Fn(&Round) + Send + Sync>;
+
+/// Parts of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// The draft model and the target's head on its rows.
+    Draft,
+    /// The target's forward pass over the blocks.
+    Verify,
+    /// Tapped features to draft K/V.
+    Materialize,
+    /// The target's choices, and everything that is done with an emitted token.
+    Accept,
+    /// A step without speculation, prompts included.
+    Plain,
+}
+
+/// Gets the time of every part of every step. The device is waited for before and after each part, so
+/// a step with it is slower than one without.
+pub type PhaseObserver = Arc<dyn Fn(Phase, std::time::Duration) + Send + Sync>;

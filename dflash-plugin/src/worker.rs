@@ -5,12 +5,13 @@
 //! accept rule ([`crate::accept`]); [`DFlashWorker::materialize`] turns the target features of the
 //! verified rows into draft K/V. Prompt rows are materialized the same way.
 
-use candle_core::{DType, Tensor, D};
+use candle_core::{DType, Device, Tensor, D};
 
 use crate::config::DraftConfig;
 use crate::draft::DraftModel;
 use crate::error::{DFlashError, Result};
 use crate::kv::SequenceKv;
+use crate::pool::{DraftPool, PooledContexts};
 
 /// The target's token embedding and output head, which the draft model borrows.
 pub trait TargetHead {
@@ -93,6 +94,36 @@ impl DFlashWorker {
         jobs: &[DraftJob<'_>],
         rows: usize,
     ) -> Result<Vec<Vec<u32>>> {
+        let kv: Vec<&SequenceKv> = jobs.iter().map(|job| job.kv).collect();
+        let anchors: Vec<u32> = jobs.iter().map(|job| job.anchor).collect();
+        self.draft_with(target, &anchors, rows, |embeds| {
+            self.model.forward_block(embeds, &kv)
+        })
+    }
+
+    /// As [`DFlashWorker::draft`], for sequences whose contexts are in a pool.
+    ///
+    /// # Errors
+    /// If `rows` is not within `2..=block_size`, or a block table does not fit.
+    pub fn draft_pooled(
+        &self,
+        target: &dyn TargetHead,
+        anchors: &[u32],
+        contexts: &PooledContexts<'_>,
+        rows: usize,
+    ) -> Result<Vec<Vec<u32>>> {
+        self.draft_with(target, anchors, rows, |embeds| {
+            self.model.forward_block_pooled(embeds, contexts)
+        })
+    }
+
+    fn draft_with(
+        &self,
+        target: &dyn TargetHead,
+        anchors: &[u32],
+        rows: usize,
+        forward: impl FnOnce(&Tensor) -> Result<Tensor>,
+    ) -> Result<Vec<Vec<u32>>> {
         if !(2..=self.block_size).contains(&rows) {
             return Err(DFlashError::input(
                 "rows of a draft block",
@@ -100,10 +131,10 @@ impl DFlashWorker {
                 rows.to_string(),
             ));
         }
-        let (batch, block) = (jobs.len(), rows);
+        let (batch, block) = (anchors.len(), rows);
         let mut ids = vec![self.mask_token; batch * block];
-        for (row, job) in ids.chunks_mut(block).zip(jobs) {
-            row[0] = job.anchor;
+        for (row, anchor) in ids.chunks_mut(block).zip(anchors) {
+            row[0] = *anchor;
         }
         let ids = Tensor::from_vec(ids, batch * block, self.model.device())?;
         let embeds =
@@ -111,18 +142,18 @@ impl DFlashWorker {
                 .embed(&ids)?
                 .to_dtype(self.model.dtype())?
                 .reshape((batch, block, ()))?;
-        let kv: Vec<&SequenceKv> = jobs.iter().map(|job| job.kv).collect();
-        let hidden = self.model.forward_block(&embeds, &kv)?;
+        let hidden = forward(&embeds)?;
         let width = hidden.dim(D::Minus1)?;
         // [batch, block, hidden] -> [batch * (block - 1), hidden]: the anchor's row predicts nothing.
         let hidden = hidden
             .narrow(1, 1, block - 1)?
             .reshape((batch * (block - 1), width))?;
-        let drafts = target
-            .logits(&hidden)?
-            .argmax(D::Minus1)?
-            .to_dtype(DType::U32)?
-            .to_vec1::<u32>()?;
+        let logits = target.logits(&hidden)?;
+        let drafts = match logits.device() {
+            Device::Cpu => logits.argmax(D::Minus1)?.to_dtype(DType::U32)?,
+            _ => dflash_kernels::argmax_last(&logits.contiguous()?)?,
+        };
+        let drafts = drafts.to_vec1::<u32>()?;
         Ok(drafts.chunks(block - 1).map(<[u32]>::to_vec).collect())
     }
 
@@ -151,17 +182,11 @@ impl DFlashWorker {
                 sequences.to_string(),
             ));
         }
-        let taps = taps
-            .reshape((sequences * rows, width))?
-            .to_device(self.model.device())?
-            .to_dtype(self.model.dtype())?;
         let positions: Vec<usize> = kvs
             .iter()
             .flat_map(|kv| kv.len()..kv.len() + rows)
             .collect();
-        let layers = self
-            .model
-            .context_kv(&self.model.fuse(&taps)?, &positions)?;
+        let layers = self.project(&taps.reshape((sequences * rows, width))?, &positions)?;
         for (i, kv) in kvs.iter_mut().enumerate() {
             let own = |tensor: &Tensor| tensor.narrow(1, i * rows, rows);
             let layers = layers
@@ -171,5 +196,48 @@ impl DFlashWorker {
             kv.append(layers)?;
         }
         Ok(())
+    }
+
+    /// As [`DFlashWorker::materialize`], into the blocks of a pool: row `i` is at `positions[i]` of
+    /// its sequence and goes to `slots[i]`. `taps`: `[rows, taps * target_hidden]`.
+    ///
+    /// # Errors
+    /// If a shape is wrong or a slot or position does not exist.
+    pub fn materialize_slots(
+        &self,
+        pool: &DraftPool,
+        positions: &[usize],
+        slots: &[usize],
+        taps: &Tensor,
+    ) -> Result<()> {
+        let fused = self.model.fuse(&self.taps(taps)?)?;
+        self.model.context_to_pool(&fused, positions, pool, slots)
+    }
+
+    /// K/V of all layers, `[kv_heads, rows, head_dim]`, from taps `[rows, taps * target_hidden]`.
+    fn project(&self, taps: &Tensor, positions: &[usize]) -> Result<Vec<(Tensor, Tensor)>> {
+        let fused = self.model.fuse(&self.taps(taps)?)?;
+        self.model.context_kv(&fused, positions)
+    }
+
+    /// Taps where and as the draft model computes.
+    fn taps(&self, taps: &Tensor) -> Result<Tensor> {
+        Ok(taps
+            .to_device(self.model.device())?
+            .to_dtype(self.model.dtype())?)
+    }
+
+    /// An empty pool for a paged cache of this many blocks.
+    ///
+    /// # Errors
+    /// Those of [`DraftPool::new`].
+    pub fn new_pool(&self, blocks: usize, block_size: usize) -> Result<DraftPool> {
+        DraftPool::new(
+            self.model.config(),
+            self.model.dtype(),
+            self.model.device(),
+            blocks,
+            block_size,
+        )
     }
 }

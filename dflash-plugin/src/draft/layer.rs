@@ -4,12 +4,32 @@ use candle_core::{DType, Tensor};
 use candle_nn::ops::rms_norm;
 use candle_nn::VarBuilder;
 
+use dflash_kernels::{block_attention, AttentionOptions, PagedContext};
+
 use super::attention::{attend, SequenceMasks};
 use super::linear::Linear;
 use super::rope::RopeRows;
-use crate::config::DraftConfig;
+use crate::config::{DraftConfig, LayerAttention};
 use crate::error::Result;
 use crate::kv::SequenceKv;
+
+/// Where the contexts of a batch of blocks are.
+pub(super) enum Contexts<'a> {
+    /// In buffers of their own.
+    Own {
+        kv: &'a [&'a SequenceKv],
+        masks: Vec<SequenceMasks>,
+    },
+    /// In the blocks of a pool.
+    Pool {
+        layers: &'a [(Tensor, Tensor)],
+        /// u32 `[batch, blocks]`
+        tables: Tensor,
+        /// u32 `[batch]`
+        lens: Tensor,
+        longest: usize,
+    },
+}
 
 /// Weights of one layer, with q/k/v and gate/up each fused to one matrix.
 pub(super) struct Layer {
@@ -19,6 +39,10 @@ pub(super) struct Layer {
     q_norm: Tensor,
     /// f32 `[head_dim]`.
     k_norm: Tensor,
+    /// `q_norm` for each query head, then `k_norm` for each key head: f32 `[heads + kv_heads, head_dim]`.
+    qk_norm: Tensor,
+    /// Ones, f32 `[head_dim]`.
+    unit_norm: Tensor,
     output: Linear,
     post_norm: Tensor,
     gate_up: Linear,
@@ -54,10 +78,20 @@ impl Layer {
         let up = Linear::load(hidden, cfg.intermediate_size, false, mlp.pp("up_proj"))?;
         let q_norm = attn.get(head_dim, "q_norm.weight")?.to_dtype(DType::F32)?;
         let k_norm = attn.get(head_dim, "k_norm.weight")?.to_dtype(DType::F32)?;
+        let scaled_q_norm = q_norm.affine((head_dim as f64).powf(-0.5), 0.0)?;
+        let for_heads = |norm: &Tensor, heads: usize| norm.broadcast_as((heads, head_dim));
         let layer = Self {
             input_norm: vb.get(hidden, "input_layernorm.weight")?,
             qkv: Linear::stack(&[query, key.clone(), value.clone()])?,
-            q_norm: q_norm.affine((head_dim as f64).powf(-0.5), 0.0)?,
+            qk_norm: Tensor::cat(
+                &[
+                    for_heads(&scaled_q_norm, cfg.num_attention_heads)?,
+                    for_heads(&k_norm, cfg.num_key_value_heads)?,
+                ],
+                0,
+            )?,
+            unit_norm: q_norm.ones_like()?,
+            q_norm: scaled_q_norm,
             k_norm: k_norm.clone(),
             output: Linear::load(q_width, hidden, bias, attn.pp("o_proj"))?,
             post_norm: vb.get(hidden, "post_attention_layernorm.weight")?,
@@ -77,19 +111,37 @@ impl Layer {
         })
     }
 
-    /// `x` is `[batch * block, hidden]`, the blocks one after another; `kv` and `masks` have an entry
-    /// for each block; `rope` holds the rows' positions. `index` is this layer's number.
+    /// `x` is `[batch * block, hidden]`, the blocks one after another; `contexts` has an entry for each
+    /// block; `rope` holds the rows' positions. `index` is this layer's number, `pattern` its own.
     pub fn forward(
         &self,
         index: usize,
         x: &Tensor,
-        kv: &[&SequenceKv],
-        masks: &[SequenceMasks],
+        contexts: &Contexts<'_>,
+        patterns: &[LayerAttention],
         rope: &RopeRows,
         eps: f32,
     ) -> Result<Tensor> {
         let normed = rms_norm(x, &self.input_norm, eps)?;
-        let attended = self.attention(index, &normed, kv, masks, rope, eps)?;
+        let attended = match contexts {
+            Contexts::Own { kv, masks } => self.attention(index, &normed, kv, masks, rope, eps)?,
+            Contexts::Pool {
+                layers,
+                tables,
+                lens,
+                longest,
+            } => {
+                let (keys, values) = &layers[index];
+                let context = PagedContext {
+                    keys,
+                    values,
+                    block_tables: tables,
+                    context_lens: lens,
+                    longest: Some(*longest),
+                };
+                self.pooled_attention(&normed, &context, patterns[self.pattern], rope, eps)?
+            }
+        };
         let x = (x + self.output.forward(&attended)?)?;
         let normed = rms_norm(&x, &self.post_norm, eps)?;
         Ok((x + self.mlp(&normed)?)?)
@@ -143,6 +195,45 @@ impl Layer {
         Ok(out
             .transpose(0, 1)?
             .reshape((rows, self.heads * self.head_dim))?)
+    }
+
+    /// As `attention`, over contexts in a pool: no transposition and no copy of a context.
+    fn pooled_attention(
+        &self,
+        x: &Tensor,
+        context: &PagedContext<'_>,
+        pattern: LayerAttention,
+        rope: &RopeRows,
+        eps: f32,
+    ) -> Result<Tensor> {
+        let (rows, batch) = (x.dim(0)?, context.context_lens.dim(0)?);
+        let (heads, kv_heads) = (self.heads, self.kv_heads);
+        let qkv = self
+            .qkv
+            .forward(x)?
+            .reshape((rows, heads + 2 * kv_heads, self.head_dim))?;
+        let qk = qkv
+            .narrow(1, 0, heads + kv_heads)?
+            .to_dtype(DType::F32)?
+            .contiguous()?;
+        let qk = rms_norm(&qk, &self.unit_norm, eps)?.broadcast_mul(&self.qk_norm)?;
+        let qk = rope.rotate_rows(&qk)?.to_dtype(x.dtype())?;
+        let by_block = |t: &Tensor, first: usize, heads: usize| {
+            t.reshape((batch, rows / batch, t.dim(1)?, self.head_dim))?
+                .narrow(2, first, heads)
+        };
+        let q = by_block(&qk, 0, heads)?;
+        let k = by_block(&qk, heads, kv_heads)?;
+        let v = by_block(&qkv, heads + kv_heads, kv_heads)?;
+        let options = AttentionOptions {
+            scale: 1.0, // In `qk_norm`.
+            causal: pattern.causal,
+            window: pattern.window,
+            softcap: None,
+            sinks: None,
+        };
+        let out = block_attention(&q, context, Some((&k, &v)), &options)?;
+        Ok(out.reshape((rows, heads * self.head_dim))?)
     }
 
     /// RMS norm over each head and RoPE, both in f32, of `[heads, rows, head_dim]`.

@@ -12,12 +12,14 @@ mod rope;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::ops::rms_norm;
 use candle_nn::VarBuilder;
+use dflash_kernels::{KvOrder, MaterializeSpec};
 
 use crate::config::{DraftConfig, LayerAttention};
 use crate::error::{DFlashError, Result};
 use crate::kv::SequenceKv;
+use crate::pool::{DraftPool, PooledContexts};
 use attention::{BlockMask, SequenceMasks};
-use layer::{Layer, LayerParts};
+use layer::{Contexts, Layer, LayerParts};
 use linear::Linear;
 use rope::RopeTable;
 
@@ -32,6 +34,8 @@ pub struct DraftModel {
     context_proj: Linear,
     /// K norm weights of all layers and heads, f32 `[layers * kv_heads, 1, head_dim]`.
     context_k_norm: Tensor,
+    /// K norm weights of all layers, f32 `[layers, head_dim]`.
+    layer_k_norms: Tensor,
     /// Ones `[head_dim]`: lets one fused RMS norm serve heads of different weights.
     unit_norm: Tensor,
     rope: RopeTable,
@@ -60,6 +64,7 @@ impl DraftModel {
         let hidden = config.hidden_size;
         let (mut layers, mut keys, mut values) = (Vec::new(), Vec::new(), Vec::new());
         let (mut key_norms, mut patterns) = (Vec::new(), Vec::<LayerAttention>::new());
+        let mut layer_k_norms = Vec::new();
         for (i, pattern) in config.layers.iter().enumerate() {
             let index = patterns.iter().position(|p| p == pattern);
             let pattern_index = index.unwrap_or_else(|| {
@@ -72,6 +77,7 @@ impl DraftModel {
             values.push(parts.value);
             let per_head = (config.num_key_value_heads, 1, config.head_dim);
             key_norms.push(parts.key_norm.broadcast_as(per_head)?);
+            layer_k_norms.push(parts.key_norm);
         }
         keys.append(&mut values);
         let context_proj = Linear::stack(&keys)?;
@@ -87,6 +93,7 @@ impl DraftModel {
             layers,
             context_proj,
             context_k_norm: Tensor::cat(&key_norms, 0)?.contiguous()?,
+            layer_k_norms: Tensor::stack(&layer_k_norms, 0)?.contiguous()?,
             unit_norm: Tensor::ones(config.head_dim, DType::F32, &device)?,
             rope: RopeTable::new(
                 &config.rope,
@@ -158,6 +165,46 @@ impl DraftModel {
             .collect()
     }
 
+    /// As [`DraftModel::context_kv`], into a pool of this model's shape: row `i` goes to `slots[i]`.
+    ///
+    /// # Errors
+    /// [`DFlashError::Input`] when shapes disagree, a slot does not exist or a position is not below
+    /// [`DraftModel::max_positions`].
+    pub fn context_to_pool(
+        &self,
+        fused: &Tensor,
+        positions: &[usize],
+        pool: &DraftPool,
+        slots: &[usize],
+    ) -> Result<()> {
+        expect_rows("context features", fused, self.config.hidden_size)?;
+        let rows = fused.dim(0)?;
+        if positions.len() != rows || slots.len() != rows {
+            return Err(DFlashError::input(
+                "positions and slots of the context features",
+                rows.to_string(),
+                format!("{} and {}", positions.len(), slots.len()),
+            ));
+        }
+        let last = positions.iter().copied().max().unwrap_or(0);
+        let (cos, sin) = self.rope.tables(last)?;
+        let product = self.context_proj.forward(&fused.to_dtype(self.dtype)?)?;
+        let spec = MaterializeSpec {
+            k_norm: &self.layer_k_norms,
+            cos: &cos,
+            sin: &sin,
+            interleaved: self.rope.is_interleaved(),
+            eps: self.eps(),
+            order: KvOrder::KeysThenValues,
+        };
+        let positions: Vec<u32> = positions.iter().map(|p| *p as u32).collect();
+        let positions = Tensor::from_vec(positions, rows, &self.device)?;
+        let on_device = pool.slots(slots)?;
+        dflash_kernels::materialize(&product, &spec, &positions, &on_device, None, pool.layers())?;
+        pool.wrote(slots);
+        Ok(())
+    }
+
     /// One pass over blocks: `[batch, block, hidden]` embeddings of anchor and masks (by the target's
     /// embedding) to `[batch, block, hidden]` after the final norm, ready for the target's lm_head.
     ///
@@ -169,13 +216,53 @@ impl DraftModel {
     /// [`DFlashError::Input`] when shapes disagree or a block row would be at
     /// [`DraftModel::max_positions`] or beyond.
     pub fn forward_block(&self, embeds: &Tensor, kv: &[&SequenceKv]) -> Result<Tensor> {
-        let (batch, block) = self.check_block(embeds, kv)?;
+        let (_, block) = self.check_block(embeds, kv.len())?;
+        for kv in kv {
+            if kv.num_layers() != self.layers.len() {
+                return Err(DFlashError::input(
+                    "layers of the draft K/V",
+                    self.layers.len().to_string(),
+                    kv.num_layers().to_string(),
+                ));
+            }
+        }
         let starts: Vec<usize> = kv.iter().map(|kv| kv.len()).collect();
-        let rope = self.rope.blocks(&starts, block)?;
         let masks = starts
             .iter()
             .map(|context| self.sequence_masks(*context, block))
             .collect::<Result<Vec<_>>>()?;
+        self.forward_layers(embeds, &starts, &Contexts::Own { kv, masks })
+    }
+
+    /// As [`DraftModel::forward_block`], over contexts in the blocks of a pool of this model's shape.
+    ///
+    /// # Errors
+    /// Those of `forward_block`, and if a block table does not fit.
+    pub fn forward_block_pooled(
+        &self,
+        embeds: &Tensor,
+        contexts: &PooledContexts<'_>,
+    ) -> Result<Tensor> {
+        self.check_block(embeds, contexts.lens.len())?;
+        let (tables, lens) = contexts.tensors()?;
+        let pooled = Contexts::Pool {
+            layers: contexts.pool.layers(),
+            tables,
+            lens,
+            longest: contexts.lens.iter().copied().max().unwrap_or(0),
+        };
+        self.forward_layers(embeds, &contexts.lens, &pooled)
+    }
+
+    /// The layers over blocks that start at `starts`.
+    fn forward_layers(
+        &self,
+        embeds: &Tensor,
+        starts: &[usize],
+        contexts: &Contexts<'_>,
+    ) -> Result<Tensor> {
+        let (batch, block, _) = embeds.dims3()?;
+        let rope = self.rope.blocks(starts, block)?;
         // [batch, block, hidden] -> [rows, hidden]
         let mut x = embeds
             .to_dtype(self.dtype)?
@@ -184,7 +271,7 @@ impl DraftModel {
             x = x.affine(scale, 0.0)?;
         }
         for (i, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(i, &x, kv, &masks, &rope, self.eps())?;
+            x = layer.forward(i, &x, contexts, &self.patterns, &rope, self.eps())?;
         }
         let hidden = rms_norm(&x, &self.norm, self.eps())?;
         Ok(hidden.reshape((batch, block, self.config.hidden_size))?)
@@ -246,7 +333,7 @@ impl DraftModel {
     }
 
     /// Batch and block length, when everything fits together.
-    fn check_block(&self, embeds: &Tensor, kv: &[&SequenceKv]) -> Result<(usize, usize)> {
+    fn check_block(&self, embeds: &Tensor, contexts: usize) -> Result<(usize, usize)> {
         let hidden = self.config.hidden_size;
         let (batch, block) = match *embeds.dims() {
             [batch, block, width] if width == hidden && batch * block > 0 => (batch, block),
@@ -258,21 +345,12 @@ impl DraftModel {
                 ))
             }
         };
-        if kv.len() != batch {
+        if contexts != batch {
             return Err(DFlashError::input(
                 "draft K/V, one for each block",
                 batch.to_string(),
-                kv.len().to_string(),
+                contexts.to_string(),
             ));
-        }
-        for kv in kv {
-            if kv.num_layers() != self.layers.len() {
-                return Err(DFlashError::input(
-                    "layers of the draft K/V",
-                    self.layers.len().to_string(),
-                    kv.num_layers().to_string(),
-                ));
-            }
         }
         Ok((batch, block))
     }

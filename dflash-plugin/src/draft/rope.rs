@@ -91,8 +91,13 @@ impl RopeTable {
         }
     }
 
+    /// Whether pairs are neighbours.
+    pub fn is_interleaved(&self) -> bool {
+        self.interleaved
+    }
+
     /// Tables that hold at least position `last`.
-    fn tables(&self, last: usize) -> Result<(Tensor, Tensor)> {
+    pub fn tables(&self, last: usize) -> Result<(Tensor, Tensor)> {
         if last >= self.max_positions {
             return Err(DFlashError::input(
                 "position in the draft model",
@@ -147,6 +152,19 @@ impl RopeRows {
             false => rope(&x, &self.cos, &self.sin)?,
         };
         Ok(rotated.squeeze(0)?)
+    }
+}
+
+impl RopeRows {
+    /// Rotates `[rows, heads, head_dim]`, contiguous f32.
+    pub fn rotate_rows(&self, x: &Tensor) -> Result<Tensor> {
+        let x = x.unsqueeze(2)?;
+        let (cos, sin) = (self.cos.unsqueeze(1)?, self.sin.unsqueeze(1)?);
+        let rotated = match self.interleaved {
+            true => rope_i(&x, &cos, &sin)?,
+            false => rope(&x, &cos, &sin)?,
+        };
+        Ok(rotated.squeeze(2)?)
     }
 }
 

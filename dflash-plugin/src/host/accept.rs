@@ -1,8 +1,9 @@
 //! The verified rows of a step in front of the host's sampler: accept and commit.
 
-use candle_core::{IndexOp, Result, Tensor};
-use mistralrs_core::plugin::Sequence;
+use candle_core::{Device, IndexOp, Result, Tensor};
+use mistralrs_core::plugin::{GreedyChoice, Sequence};
 
+use super::cache::StepCache;
 use super::method::Hooks;
 use super::pipeline::{DFlashPipeline, Target};
 use super::step::{committed, Sampling};
@@ -28,14 +29,19 @@ impl DFlashPipeline {
         seqs: &mut [&mut Sequence],
         verified: &Verified,
         sampling: &mut Sampling<'_>,
+        cache: &StepCache,
     ) -> Result<()> {
         let Verified {
             bases,
             blocks,
             logits,
         } = verified;
-        let first_rows: Vec<usize> = bases.iter().map(|base| base + 1).collect();
-        verify::publish(&*self.target, seqs, &first_rows)?;
+        let mut choices = choose_on_device(seqs, logits)?;
+        let is_paged = matches!(cache, StepCache::Paged(_));
+        if !is_paged {
+            let first_rows: Vec<usize> = bases.iter().map(|base| base + 1).collect();
+            verify::publish(&*self.target, seqs, &first_rows)?;
+        }
         for (i, seq) in seqs.iter_mut().enumerate() {
             let drafts = blocks[i].get(1..).unwrap_or_default();
             seq.set_pending_drafts(drafts.iter().copied());
@@ -44,8 +50,10 @@ impl DFlashPipeline {
                 target: &self.target,
                 sampling: &mut *sampling,
                 logits: logits.i(i)?,
+                choices: std::mem::take(&mut choices[i]),
                 drafts,
                 hooks: &self.hooks,
+                is_paged,
             };
             let walked = commit::walk(&mut rows, bases[i], drafts).await?;
             self.hooks
@@ -77,10 +85,49 @@ impl DFlashPipeline {
             }
             self.check_lengths(seq)?;
         }
+        if is_paged {
+            return Ok(());
+        }
         // The model's cache goes on with what each has committed.
         let lens: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
         verify::set_model_lens(&*self.target, &lens)
     }
+}
+
+/// On a GPU: the choices of all rows of all sequences that choose greedily, with one copy to the
+/// host for the batch. Empty for the others.
+pub(super) fn choose_on_device(
+    seqs: &[&mut Sequence],
+    logits: &Tensor,
+) -> Result<Vec<Vec<Option<GreedyChoice>>>> {
+    let mut all = vec![Vec::new(); seqs.len()];
+    let greedy: Vec<usize> = match logits.device() {
+        Device::Cpu => Vec::new(),
+        _ => (0..seqs.len())
+            .filter(|i| seqs[*i].chooses_greedily())
+            .collect(),
+    };
+    if greedy.is_empty() {
+        return Ok(all);
+    }
+    let (_, rows, vocab) = logits.dims3()?;
+    let logits = match greedy.len() == seqs.len() {
+        true => logits.clone(),
+        false => {
+            let parts = greedy.iter().map(|i| logits.narrow(0, *i, 1));
+            Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?
+        }
+    };
+    let logits = logits.reshape((greedy.len() * rows, vocab))?;
+    let tokens = dflash_kernels::argmax_last(&logits)?.to_vec1::<u32>()?;
+    for (i, tokens) in greedy.into_iter().zip(tokens.chunks(rows)) {
+        let choice = |token: &u32| GreedyChoice {
+            token: *token,
+            logit: f32::NAN, // Those who choose greedily ask for no logprobs.
+        };
+        all[i] = tokens.iter().map(|token| Some(choice(token))).collect();
+    }
+    Ok(all)
 }
 
 /// The verified rows of one sequence, in front of the host's sampler.
@@ -90,15 +137,20 @@ struct Rows<'a, 'b> {
     sampling: &'a mut Sampling<'b>,
     /// `[rows, vocab]`
     logits: Tensor,
+    /// By row, where they were made for the whole batch.
+    choices: Vec<Option<GreedyChoice>>,
     drafts: &'a [u32],
     hooks: &'a Hooks,
+    is_paged: bool,
 }
 
 impl VerifiedSequence for Rows<'_, '_> {
     type Error = candle_core::Error;
 
     fn set_len(&mut self, len: usize) -> Result<()> {
-        verify::set_seq_len(self.seq, len)?;
+        if !self.is_paged {
+            verify::set_seq_len(self.seq, len)?;
+        }
         match state::kv_mut(self.seq) {
             Some(kv) => Ok(kv.set_len(len)?),
             None => Ok(()),
@@ -108,6 +160,9 @@ impl VerifiedSequence for Rows<'_, '_> {
     async fn choose(&mut self, row: usize) -> Result<Choice> {
         let before = self.seq.get_toks().len();
         let logits = self.logits.narrow(0, row, 1)?;
+        if let Some(choice) = self.choices.get(row).copied().flatten() {
+            self.seq.set_greedy_choice(choice);
+        }
         self.sampling
             .sample(self.target, &mut [&mut *self.seq], vec![logits])
             .await?;

@@ -1,5 +1,6 @@
 //! Loads the target through its own loader, then the drafter, and joins them.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -12,6 +13,7 @@ use tokio::sync::Mutex;
 
 use super::{method::Hooks, pairing, pipeline::DFlashPipeline, source};
 use crate::checkpoint::Checkpoint;
+use crate::pool::DraftPool;
 
 type LoadedPipeline = Arc<Mutex<dyn Pipeline + Send + Sync>>;
 
@@ -52,23 +54,47 @@ impl DFlashLoader {
         })
     }
 
-    fn attach(
-        &self,
-        target: LoadedPipeline,
-        token_source: &TokenSource,
-        silent: bool,
-    ) -> Result<LoadedPipeline> {
+    /// The draft model's files, before the target is loaded: what is wrong with them is said
+    /// without that wait.
+    fn open(&self, token_source: &TokenSource, silent: bool) -> Result<Checkpoint> {
+        let folder = source::resolve(&self.draft_model, token_source, silent)?;
+        Checkpoint::open(&folder).with_context(|| self.cannot_use(&folder))
+    }
+
+    fn cannot_use(&self, folder: &Path) -> String {
+        format!(
+            "cannot use draft model `{}` ({})",
+            self.draft_model,
+            folder.display()
+        )
+    }
+
+    /// Leave room for draft model and draft KV in the memory budget of a paged cache.
+    fn share(
+        paged: Option<PagedAttentionConfig>,
+        checkpoint: &Checkpoint,
+        dtype: &dyn TryIntoDType,
+        device: &Device,
+    ) -> Result<Option<PagedAttentionConfig>> {
+        let Some(paged) = paged else { return Ok(None) };
+        let dtype = dtype.try_into_dtype(&[device])?;
+        Ok(Some(paged.reserve(
+            checkpoint.bytes(dtype),
+            DraftPool::bytes_per_token(checkpoint.config(), dtype),
+        )))
+    }
+
+    fn attach(&self, target: LoadedPipeline, checkpoint: &Checkpoint) -> Result<LoadedPipeline> {
         // The target's loader has handed out the only handle, so this lock is free and stays ours.
         let target = target
             .try_lock_owned()
             .context("the target's pipeline is in use while it is being loaded")?;
-        let folder = source::resolve(&self.draft_model, token_source, silent)?;
         let attach = || -> Result<DFlashPipeline> {
-            let checkpoint = Checkpoint::open(&folder)?;
-            let worker = pairing::join(&*target, &checkpoint, self.block_size)?;
+            let worker = pairing::join(&*target, checkpoint, self.block_size)?;
+            let pool = pairing::pool(&*target, &worker)?;
             tracing::info!(
                 "{}",
-                pairing::describe(&*target, &self.draft_model, &checkpoint, &worker)?
+                pairing::describe(&*target, &self.draft_model, checkpoint, &worker)?
             );
             if pairing::is_slow(&*target) && !self.is_adaptive {
                 tracing::warn!(
@@ -78,15 +104,16 @@ impl DFlashLoader {
                 );
             }
             let hooks = self.hooks.clone();
-            Ok(DFlashPipeline::new(target, worker, hooks, self.is_adaptive))
+            let is_adaptive = self.is_adaptive;
+            Ok(DFlashPipeline::new(
+                target,
+                worker,
+                pool,
+                hooks,
+                is_adaptive,
+            ))
         };
-        let pipeline = attach().with_context(|| {
-            format!(
-                "cannot use draft model `{}` ({})",
-                self.draft_model,
-                folder.display()
-            )
-        })?;
+        let pipeline = attach().with_context(|| self.cannot_use(checkpoint.dir()))?;
         Ok(Arc::new(Mutex::new(pipeline)))
     }
 }
@@ -103,9 +130,11 @@ impl Loader for DFlashLoader {
         in_situ_quant: Option<IsqType>,
         paged_attn_config: Option<PagedAttentionConfig>,
     ) -> Result<LoadedPipeline> {
+        let checkpoint = self.open(&token_source, silent)?;
+        let paged_attn_config = Self::share(paged_attn_config, &checkpoint, dtype, device)?;
         let target = self.target.load_model_from_hf(
             revision,
-            token_source.clone(),
+            token_source,
             dtype,
             device,
             silent,
@@ -113,7 +142,7 @@ impl Loader for DFlashLoader {
             in_situ_quant,
             paged_attn_config,
         )?;
-        self.attach(target, &token_source, silent)
+        self.attach(target, &checkpoint)
     }
 
     fn load_model_from_path(
@@ -126,6 +155,8 @@ impl Loader for DFlashLoader {
         in_situ_quant: Option<IsqType>,
         paged_attn_config: Option<PagedAttentionConfig>,
     ) -> Result<LoadedPipeline> {
+        let checkpoint = self.open(&TokenSource::CacheToken, silent)?;
+        let paged_attn_config = Self::share(paged_attn_config, &checkpoint, dtype, device)?;
         let target = self.target.load_model_from_path(
             paths,
             dtype,
@@ -135,7 +166,7 @@ impl Loader for DFlashLoader {
             in_situ_quant,
             paged_attn_config,
         )?;
-        self.attach(target, &TokenSource::CacheToken, silent)
+        self.attach(target, &checkpoint)
     }
 
     fn get_id(&self) -> String {

@@ -5,7 +5,7 @@ use mistralrs_core::{Loader, SpeculativeMethod, SpeculativeOptions};
 use super::loader::DFlashLoader;
 use crate::fault::{FaultHook, FaultPoint};
 use crate::stats::Stats;
-use crate::trace::Observer;
+use crate::trace::{Observer, PhaseObserver};
 
 /// DFlash, to be given to `mistralrs_cli::run` or to a `LoaderBuilder`.
 #[derive(Default)]
@@ -18,6 +18,7 @@ pub struct DFlashMethod {
 pub struct Hooks {
     pub stats: Stats,
     pub observer: Option<Observer>,
+    pub phases: Option<PhaseObserver>,
     pub fault: Option<FaultHook>,
     /// Fail a step whose KV lengths are wrong (invariant I2) instead of repairing them.
     pub strict: bool,
@@ -49,6 +50,12 @@ impl DFlashMethod {
     /// Call `observer` after every verified block.
     pub fn with_observer(mut self, observer: Observer) -> Self {
         self.hooks.observer = Some(observer);
+        self
+    }
+
+    /// Call `observer` with the time of every part of every step: for benchmarks.
+    pub fn with_phases(mut self, observer: PhaseObserver) -> Self {
+        self.hooks.phases = Some(observer);
         self
     }
 

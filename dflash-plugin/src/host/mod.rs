@@ -12,9 +12,11 @@
 //! | `accept` | the verified rows in front of the host's sampler |
 //! | `plain` | prompts and plain steps, which keep the draft KV in step |
 //! | `verify` | the verify pass on the host's normal KV cache, and its rollback |
+//! | `cache` | the KV cache of a step: the model's own, or the host's paged one |
 //! | `state` | the draft KV that a host `Sequence` owns |
 
 mod accept;
+mod cache;
 mod loader;
 mod method;
 mod pairing;

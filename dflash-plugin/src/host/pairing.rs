@@ -9,6 +9,7 @@ use crate::checkpoint::Checkpoint;
 use crate::config::DraftConfig;
 use crate::error::{DFlashError, Result};
 use crate::mask_token::resolve_mask_token;
+use crate::pool::DraftPool;
 use crate::worker::{DFlashWorker, TargetHead};
 
 /// Target families that lend a draft model what it needs, as users name them.
@@ -49,6 +50,22 @@ pub fn join(
     Ok(worker)
 }
 
+/// Draft K/V for the blocks of the target's paged cache, if it has one.
+///
+/// # Errors
+/// If there is no memory for it, or the draft model's heads cannot be laid out in blocks.
+pub fn pool(
+    target: &(dyn Pipeline + Send + Sync),
+    worker: &DFlashWorker,
+) -> Result<Option<DraftPool>> {
+    match &target.get_metadata().cache_config {
+        Some(cache) => worker
+            .new_pool(cache.num_gpu_blocks, cache.block_size)
+            .map(Some),
+        None => Ok(None),
+    }
+}
+
 fn unsupported(target: &(dyn Pipeline + Send + Sync), why: &str) -> DFlashError {
     DFlashError::unsupported(
         format!("target {}", target.name()),
@@ -67,12 +84,6 @@ fn check_target(target: &(dyn Pipeline + Send + Sync)) -> Result<TargetShape> {
             "its family does not lend its embedding and output head",
         ));
     };
-    if metadata.cache_engine.is_some() {
-        return Err(unsupported(
-            target,
-            "it runs with paged attention, which DFlash cannot use yet; add --paged-attn off",
-        ));
-    }
     if metadata.no_kv_cache {
         return Err(unsupported(
             target,
@@ -91,7 +102,14 @@ fn check_target(target: &(dyn Pipeline + Send + Sync)) -> Result<TargetShape> {
             .unwrap_or(false),
         _ => false,
     };
-    if !normal_cache {
+    let is_paged = metadata.cache_config.is_some();
+    if is_paged && matches!(target.cache(), EitherCache::Hybrid(_)) {
+        return Err(unsupported(
+            target,
+            "its recurrent layers cannot be rolled back",
+        ));
+    }
+    if !normal_cache && !is_paged {
         return Err(unsupported(
             target,
             "its KV cache cannot be rolled back (sliding window or recurrent layers)",
@@ -159,14 +177,20 @@ pub fn describe(
     let family = target
         .speculative_target()
         .map_or("unknown", |target| target.family());
-    let kv_per_token = 2
-        * config.num_hidden_layers
-        * config.num_key_value_heads
-        * config.head_dim
-        * dtype.size_in_bytes();
+    let kv_per_token = DraftPool::bytes_per_token(config, dtype);
+    let paged = match &metadata.cache_config {
+        Some(cache) => format!(
+            ", {:.1} MB of it in {} paged blocks of {}",
+            (kv_per_token * cache.num_gpu_blocks * cache.block_size) as f64 / 1e6,
+            cache.num_gpu_blocks,
+            cache.block_size
+        ),
+        None => String::new(),
+    };
     Ok(format!(
         "DFlash: target {} ({family}, {} layers), drafter {draft_model} ({} layers, {:.1} M \
-         parameters, {:.1} MB as {dtype:?}, draft KV {:.1} KB a token), taps {:?}, block size {}",
+         parameters, {:.1} MB as {dtype:?}, draft KV {:.1} KB a token{paged}), taps {:?}, block size \
+         {}",
         target.name(),
         metadata.num_hidden_layers,
         config.num_hidden_layers,

@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::sync::{atomic::AtomicUsize, Arc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
@@ -19,6 +19,8 @@ use tokio::sync::OwnedMutexGuard;
 
 use super::method::Hooks;
 use crate::controller::Controller;
+use crate::pool::DraftPool;
+use crate::trace::Phase;
 use crate::worker::{DFlashWorker, TargetHead};
 
 /// The target's pipeline, held locked for good: nobody else has a handle on it.
@@ -28,6 +30,8 @@ pub type Target = OwnedMutexGuard<dyn Pipeline + Send + Sync>;
 pub struct DFlashPipeline {
     pub(super) target: Target,
     pub(super) worker: DFlashWorker,
+    /// Draft K/V of all blocks, if the target's cache is paged.
+    pub(super) pool: Option<DraftPool>,
     pub(super) hooks: Hooks,
     /// Chooses the rows to verify; `None` verifies whole blocks always.
     pub(super) controller: Option<Controller>,
@@ -42,6 +46,7 @@ impl DFlashPipeline {
     pub(super) fn new(
         target: Target,
         worker: DFlashWorker,
+        pool: Option<DraftPool>,
         hooks: Hooks,
         is_adaptive: bool,
     ) -> Self {
@@ -49,6 +54,7 @@ impl DFlashPipeline {
         Self {
             target,
             worker,
+            pool,
             hooks,
             controller,
             counters: Arc::default(),
@@ -64,6 +70,33 @@ impl DFlashPipeline {
             .ok_or_else(|| {
                 candle_core::Error::msg("the target lends no embedding and head any more")
             })
+    }
+
+    /// The draft K/V of all blocks; there whenever a step is paged.
+    pub(super) fn pool(&self) -> candle_core::Result<&DraftPool> {
+        self.pool.as_ref().ok_or_else(|| {
+            candle_core::Error::msg(
+                "got a paged step, but the target was loaded without a paged cache",
+            )
+        })
+    }
+
+    /// Start of a part of a step, if somebody wants to know how long it takes.
+    pub(super) fn clock(&self) -> candle_core::Result<Option<Instant>> {
+        if self.hooks.phases.is_none() {
+            return Ok(None);
+        }
+        self.target.device().synchronize()?;
+        Ok(Some(Instant::now()))
+    }
+
+    /// End of a part of a step that began at `start`.
+    pub(super) fn clocked(&self, phase: Phase, start: Option<Instant>) -> candle_core::Result<()> {
+        if let (Some(start), Some(phases)) = (start, &self.hooks.phases) {
+            self.target.device().synchronize()?;
+            phases(phase, start.elapsed());
+        }
+        Ok(())
     }
 
     pub(super) fn taps(&self) -> candle_core::Result<&HiddenTaps> {

@@ -1,8 +1,9 @@
 //! Which sequences of a step speculate, and with how many rows.
 
 use candle_core::Result;
-use mistralrs_core::plugin::Sequence;
+use mistralrs_core::plugin::{PagedAttentionMeta, Sequence};
 
+use super::cache::StepCache;
 use super::pipeline::DFlashPipeline;
 use super::step::committed;
 use super::{state, verify};
@@ -18,9 +19,12 @@ pub struct Plan {
 
 impl DFlashPipeline {
     /// Decide which sequences speculate, and how many rows to verify.
-    pub(super) fn plan(&mut self, seqs: &[&mut Sequence]) -> Result<Plan> {
-        let capacity =
-            verify::model_capacity(&*self.target)?.min(self.target.get_metadata().max_seq_len);
+    pub(super) fn plan(&mut self, seqs: &[&mut Sequence], cache: &StepCache) -> Result<Plan> {
+        let most = self.target.get_metadata().max_seq_len;
+        let capacity = match cache {
+            StepCache::Normal { .. } => verify::model_capacity(&*self.target)?.min(most),
+            StepCache::Paged(_) => most, // Blocks are reserved afterwards.
+        };
         // Rows that each may verify, or why it is decoded plainly.
         let rooms: Vec<std::result::Result<usize, Fallback>> =
             seqs.iter().map(|seq| self.room(seq, capacity)).collect();
@@ -83,6 +87,29 @@ impl DFlashPipeline {
         match self.controller {
             Some(_) => seq.remaining_tokens().map_or(room, |left| room.min(left)),
             None => room,
+        }
+    }
+}
+
+/// Get KV blocks for the rows to verify. The host's scheduler has one row's for every sequence; one
+/// for which there are no more is decoded plainly.
+pub async fn reserve(meta: &PagedAttentionMeta, seqs: &[&mut Sequence], plan: &mut Plan) {
+    let mut manager = meta.kv_cache_manager.lock().await;
+    for (seq, plain) in seqs.iter().zip(&mut plan.plain) {
+        let wanted = committed(seq) + plan.rows;
+        if plain.is_none() && manager.allocate_slots(*seq.id(), wanted, &[]).is_none() {
+            *plain = Some(Fallback::NoBlocks);
+        }
+    }
+}
+
+/// Give back the blocks behind the tokens that each sequence has now: those of rejected rows.
+pub async fn give_back(meta: &PagedAttentionMeta, seqs: &[&mut Sequence]) {
+    let mut manager = meta.kv_cache_manager.lock().await;
+    for seq in seqs {
+        // The scheduler takes those of one that has ended.
+        if seq.is_running() {
+            manager.trim_request_to_num_tokens(*seq.id(), seq.get_toks().len());
         }
     }
 }

@@ -8,19 +8,25 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Result, Tensor};
 use mistralrs_core::plugin::{
-    CacheBackendMetadata, CacheInstruction, PrefixCacheManagerV2, Sequence,
+    CacheBackendMetadata, CacheInstruction, PagedAttentionMeta, PrefixCacheManagerV2, Sequence,
 };
 use rand_isaac::Isaac64Rng;
 
 use super::accept::Verified;
+use super::cache::{verify_metadata, Blocks, StepCache};
 use super::pipeline::{DFlashPipeline, Target};
 use super::plain::apply;
-use super::plan::Plan;
-use super::{state, verify};
+use super::plan::{give_back, reserve, Plan};
+use super::state::{self, DraftKv};
+use super::verify;
 use crate::fault::FaultPoint;
-use crate::kv::SequenceKv;
+use crate::pool::PooledContexts;
 use crate::stats::Fallback;
+use crate::trace::Phase;
 use crate::worker::DraftJob;
+
+/// The blocks of a paged step's sequences.
+type Paged<'a> = (&'a PagedAttentionMeta, &'a Blocks);
 
 /// What the host hands through a step to its sampler.
 pub struct Sampling<'a> {
@@ -58,21 +64,28 @@ impl DFlashPipeline {
         mut sampling: Sampling<'_>,
         backend: CacheBackendMetadata,
     ) -> Result<Duration> {
-        let CacheBackendMetadata::DefaultInstructions { pre_op, post_op } = backend else {
-            candle_core::bail!("DFlash was loaded without paged attention, but got a paged step");
-        };
         if return_raw_logits {
-            return self
-                .delegate_step(seqs, is_prompt, sampling, pre_op, post_op)
-                .await;
+            return self.delegate_step(seqs, is_prompt, sampling, backend).await;
         }
+        let (pre_op, cache) = match backend {
+            CacheBackendMetadata::DefaultInstructions { pre_op, post_op } => {
+                (pre_op, StepCache::Normal { post_op })
+            }
+            CacheBackendMetadata::PagedAttention { metadata } => {
+                (CacheInstruction::Nothing, StepCache::Paged(metadata))
+            }
+        };
         if is_prompt {
             return self
-                .plain_step(seqs, true, &mut sampling, pre_op, post_op)
+                .plain_step(seqs, true, &mut sampling, pre_op, &cache)
                 .await;
         }
         apply(&self.target, seqs, pre_op);
-        self.decode_step(seqs, &mut sampling, post_op).await
+        let elapsed = self.decode_step(seqs, &mut sampling, &cache).await;
+        if let StepCache::Paged(meta) = &cache {
+            give_back(meta, seqs).await;
+        }
+        elapsed
     }
 
     /// A step whose raw logits the caller wants: the target's own, and no draft KV comes of it.
@@ -81,9 +94,13 @@ impl DFlashPipeline {
         seqs: &mut [&mut Sequence],
         is_prompt: bool,
         sampling: Sampling<'_>,
-        pre_op: CacheInstruction,
-        post_op: CacheInstruction,
+        backend: CacheBackendMetadata,
     ) -> Result<Duration> {
+        if let CacheBackendMetadata::PagedAttention { metadata } = &backend {
+            let blocks = Blocks::of(metadata, seqs).await;
+            let all = blocks.tables.iter().flatten().copied().collect::<Vec<_>>();
+            self.pool()?.mark_incomplete(&all);
+        }
         let elapsed = self
             .target
             .step(
@@ -93,7 +110,7 @@ impl DFlashPipeline {
                 sampling.prefix_cacher,
                 sampling.disable_eos_stop,
                 sampling.rng,
-                CacheBackendMetadata::DefaultInstructions { pre_op, post_op },
+                backend,
             )
             .await;
         self.taps()?.clear();
@@ -105,28 +122,31 @@ impl DFlashPipeline {
         &mut self,
         seqs: &mut [&mut Sequence],
         sampling: &mut Sampling<'_>,
-        post_op: CacheInstruction,
+        cache: &StepCache,
     ) -> Result<Duration> {
-        self.align(seqs)?;
+        self.align(seqs, cache)?;
         let start = Instant::now();
-        let plan = self.plan(seqs)?;
+        let mut plan = self.plan(seqs, cache)?;
+        if let StepCache::Paged(meta) = cache {
+            reserve(meta, seqs, &mut plan).await;
+        }
         for reason in plan.plain.iter().flatten() {
             self.fell_back(*reason);
         }
         let speculating = plan.plain.iter().filter(|plain| plain.is_none()).count();
         if speculating != 0 && speculating != seqs.len() {
-            return self.mixed_step(seqs, &plan, sampling, post_op).await;
+            return self.mixed_step(seqs, &plan, sampling, cache).await;
         }
         if speculating == 0 {
             let nothing = CacheInstruction::Nothing;
             let elapsed = self
-                .plain_step(seqs, false, sampling, nothing, post_op)
+                .plain_step(seqs, false, sampling, nothing, cache)
                 .await?;
             self.observe_cost(seqs.len(), 1, start.elapsed());
             return Ok(elapsed);
         }
         let (elapsed, as_planned) = self
-            .speculative_step(seqs, plan.rows, sampling, post_op)
+            .speculative_step(seqs, plan.rows, sampling, cache)
             .await?;
         if as_planned {
             self.observe_cost(seqs.len(), plan.rows, start.elapsed());
@@ -141,7 +161,7 @@ impl DFlashPipeline {
         seqs: &mut [&mut Sequence],
         plan: &Plan,
         sampling: &mut Sampling<'_>,
-        post_op: CacheInstruction,
+        cache: &StepCache,
     ) -> Result<Duration> {
         let start = Instant::now();
         let (mut speculating, mut plain) = (Vec::new(), Vec::new());
@@ -151,10 +171,14 @@ impl DFlashPipeline {
                 Some(_) => plain.push(&mut **seq),
             }
         }
-        self.target.clone_in_cache(&mut speculating);
-        self.speculative_step(&mut speculating, plan.rows, sampling, post_op)
+        let own = match cache {
+            StepCache::Normal { .. } => CacheInstruction::In,
+            StepCache::Paged(_) => CacheInstruction::Nothing,
+        };
+        apply(&self.target, &mut speculating, own);
+        self.speculative_step(&mut speculating, plan.rows, sampling, cache)
             .await?;
-        self.plain_step(&mut plain, false, sampling, CacheInstruction::In, post_op)
+        self.plain_step(&mut plain, false, sampling, own, cache)
             .await?;
         Ok(start.elapsed())
     }
@@ -166,18 +190,28 @@ impl DFlashPipeline {
         seqs: &mut [&mut Sequence],
         rows: usize,
         sampling: &mut Sampling<'_>,
-        post_op: CacheInstruction,
+        cache: &StepCache,
     ) -> Result<(Duration, bool)> {
         let start = Instant::now();
-        if let Some(verified) = self.draft_and_verify(seqs, rows)? {
+        let blocks = match cache {
+            StepCache::Normal { .. } => None,
+            StepCache::Paged(meta) => Some((meta, Blocks::of(meta, seqs).await)),
+        };
+        let paged = blocks.as_ref().map(|(meta, blocks)| (*meta, blocks));
+        if let Some(verified) = self.draft_and_verify(seqs, rows, paged)? {
             let elapsed = start.elapsed();
-            self.accept(seqs, &verified, sampling).await?;
+            let clock = self.clock()?;
+            self.accept(seqs, &verified, sampling, cache).await?;
+            self.clocked(Phase::Accept, clock)?;
             return Ok((elapsed, true));
         }
         seqs.iter().for_each(|_| self.fell_back(Fallback::Error));
+        if let StepCache::Paged(meta) = cache {
+            give_back(meta, seqs).await; // The host counts on no more blocks than tokens need.
+        }
         let nothing = CacheInstruction::Nothing;
         let elapsed = self
-            .plain_step(seqs, false, sampling, nothing, post_op)
+            .plain_step(seqs, false, sampling, nothing, cache)
             .await?;
         Ok((elapsed, false))
     }
@@ -191,11 +225,14 @@ impl DFlashPipeline {
         &mut self,
         seqs: &mut [&mut Sequence],
         rows: usize,
+        paged: Option<Paged<'_>>,
     ) -> Result<Option<Verified>> {
         let bases: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
         let result = caught(|| {
-            let blocks = self.draft(seqs, rows)?;
-            let logits = self.verify(seqs, &bases, &blocks)?;
+            let start = self.clock()?;
+            let blocks = self.draft(seqs, rows, paged)?;
+            self.clocked(Phase::Draft, start)?;
+            let logits = self.verify(seqs, &bases, &blocks, paged)?;
             Ok((blocks, logits))
         });
         match result {
@@ -206,16 +243,19 @@ impl DFlashPipeline {
             })),
             Err(error) => {
                 self.warn("draft or verify failed, decoding plainly", &error);
-                self.undo(seqs, &bases)?;
+                self.undo(seqs, &bases, paged.is_some())?;
                 Ok(None)
             }
         }
     }
 
     /// Make sure that the model's cache is that of these sequences, and their KV lengths right.
-    fn align(&self, seqs: &mut [&mut Sequence]) -> Result<()> {
+    fn align(&self, seqs: &mut [&mut Sequence], cache: &StepCache) -> Result<()> {
         for seq in seqs.iter_mut() {
             self.check_lengths(seq)?;
+        }
+        if matches!(cache, StepCache::Paged(_)) {
+            return Ok(());
         }
         let lens: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
         // The host reloads it when other sequences are scheduled. It does not know of a step that
@@ -227,23 +267,52 @@ impl DFlashPipeline {
     }
 
     /// Anchor and drafts of every sequence.
-    fn draft(&self, seqs: &[&mut Sequence], rows: usize) -> Result<Vec<Vec<u32>>> {
-        let jobs = seqs
+    fn draft(
+        &self,
+        seqs: &[&mut Sequence],
+        rows: usize,
+        paged: Option<Paged<'_>>,
+    ) -> Result<Vec<Vec<u32>>> {
+        let anchors = seqs
             .iter()
-            .map(|seq| {
-                let anchor = seq.get_toks().last().copied();
-                match (anchor, state::kv(seq)) {
-                    (Some(anchor), Some(kv)) => Ok(DraftJob { anchor, kv }),
-                    _ => candle_core::bail!("sequence {} has nothing to draft from", seq.id()),
-                }
+            .map(|seq| match seq.get_toks().last() {
+                Some(anchor) => Ok(*anchor),
+                None => candle_core::bail!("sequence {} has no token to draft from", seq.id()),
             })
-            .collect::<Result<Vec<_>>>()?;
+            .collect::<Result<Vec<u32>>>()?;
         self.hooks.fault_at(FaultPoint::Draft)?;
-        let drafts = self.worker.draft(&self.head()?, &jobs, rows)?;
-        Ok(jobs
+        let head = self.head()?;
+        let drafts = match paged {
+            None => {
+                let jobs = seqs
+                    .iter()
+                    .zip(&anchors)
+                    .map(|(seq, anchor)| match state::kv(seq) {
+                        Some(DraftKv::Own(kv)) => Ok(DraftJob {
+                            anchor: *anchor,
+                            kv,
+                        }),
+                        _ => candle_core::bail!("sequence {} has nothing to draft from", seq.id()),
+                    })
+                    .collect::<Result<Vec<_>>>()?;
+                self.worker.draft(&head, &jobs, rows)?
+            }
+            Some((_, blocks)) => {
+                let lens: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
+                let contexts = PooledContexts {
+                    pool: self.pool()?,
+                    tables: (lens.iter().enumerate())
+                        .map(|(i, len)| blocks.covering(i, 0, *len).to_vec())
+                        .collect(),
+                    lens,
+                };
+                self.worker.draft_pooled(&head, &anchors, &contexts, rows)?
+            }
+        };
+        Ok(anchors
             .iter()
             .zip(drafts)
-            .map(|(job, drafts)| std::iter::once(job.anchor).chain(drafts).collect())
+            .map(|(anchor, drafts)| std::iter::once(*anchor).chain(drafts).collect())
             .collect())
     }
 
@@ -253,36 +322,60 @@ impl DFlashPipeline {
         seqs: &mut [&mut Sequence],
         bases: &[usize],
         blocks: &[Vec<u32>],
+        paged: Option<Paged<'_>>,
     ) -> Result<Tensor> {
-        let inputs = verify::inputs(blocks, bases, &self.target.device())?;
+        let start = self.clock()?;
+        let rows = blocks.first().map_or(0, Vec::len);
+        let mut inputs = verify::inputs(blocks, bases, &self.target.device())?;
+        if let Some((meta, kv_blocks)) = paged {
+            let meta = verify_metadata(&self.target, meta, kv_blocks, bases, rows)?;
+            inputs.paged_attn_meta = Some(meta);
+        }
         let result = self.target.forward_inputs(Box::new(inputs), false)?;
         let logits = verify::logits_of(result)?;
         self.hooks.fault_at(FaultPoint::Verify)?;
-        let rows = blocks.first().map_or(0, Vec::len);
+        self.clocked(Phase::Verify, start)?;
+        let start = self.clock()?;
         let lens: Vec<usize> = bases.iter().map(|base| base + rows).collect();
-        if !verify::model_holds(&*self.target, &lens)? {
+        if paged.is_none() && !verify::model_holds(&*self.target, &lens)? {
             candle_core::bail!("the target's KV cache does not hold the {rows} verified rows");
         }
         let mut taps = self.take_taps()?;
         if self.hooks.goes_wrong_at(FaultPoint::NanFeatures) {
             taps = taps.affine(f64::NAN, 0.0)?;
         }
-        let mut kvs: Vec<_> = seqs
-            .iter_mut()
-            .filter_map(|seq| state::kv_mut(seq))
-            .collect();
-        self.worker.materialize_all(&mut kvs, &taps)?;
+        match paged {
+            None => {
+                let mut kvs: Vec<_> = seqs
+                    .iter_mut()
+                    .filter_map(|seq| state::own_kv_mut(seq))
+                    .collect();
+                self.worker.materialize_all(&mut kvs, &taps)?;
+            }
+            Some((_, kv_blocks)) => {
+                let all: Vec<_> = bases
+                    .iter()
+                    .enumerate()
+                    .map(|(i, base)| (i, *base))
+                    .collect();
+                self.materialize_in_pool(seqs, &all, rows, kv_blocks, &taps)?;
+            }
+        }
+        self.clocked(Phase::Materialize, start)?;
         Ok(logits)
     }
 
     /// Put target and draft KV back to `bases` rows after a failed draft or verify pass.
-    fn undo(&self, seqs: &mut [&mut Sequence], bases: &[usize]) -> Result<()> {
+    fn undo(&self, seqs: &mut [&mut Sequence], bases: &[usize], is_paged: bool) -> Result<()> {
         for (seq, base) in seqs.iter_mut().zip(bases) {
             if let Some(kv) = state::kv_mut(seq) {
                 kv.truncate(*base);
             }
         }
         self.taps()?.clear();
+        if is_paged {
+            return Ok(()); // The next step writes over the rows behind the committed ones.
+        }
         verify::set_model_lens(&*self.target, bases)
     }
 
@@ -296,8 +389,11 @@ impl DFlashPipeline {
             return Ok(());
         }
         let committed = committed(seq);
-        let target = verify::seq_len(seq);
-        let draft = state::kv(seq).map(SequenceKv::len);
+        let target = match self.pool {
+            None => verify::seq_len(seq),
+            Some(_) => Some(committed), // The host counts tokens, not rows.
+        };
+        let draft = state::kv(seq).map(DraftKv::len);
         if target == Some(committed) && draft.is_none_or(|len| len == committed) {
             return Ok(());
         }
