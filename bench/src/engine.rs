@@ -38,13 +38,13 @@ impl Target {
     }
 
     /// As the host's loaders take it.
-    pub fn select(&self) -> Result<ModelSelected> {
+    pub fn select(&self, dtype: ModelDType) -> Result<ModelSelected> {
         match self {
             Self::Folder(folder) => Ok(ModelSelected::Plain {
                 model_id: utf8(folder)?,
                 tokenizer_json: None,
                 arch: None,
-                dtype: ModelDType::F32,
+                dtype,
                 topology: None,
                 organization: None,
                 write_uqff: None,
@@ -63,7 +63,7 @@ impl Target {
                 quantized_filename: utf8(Path::new(
                     file.file_name().context("the GGUF path names no file")?,
                 ))?,
-                dtype: ModelDType::F32,
+                dtype,
                 topology: None,
                 max_seq_len: MAX_SEQ_LEN,
                 max_batch_size: 1,
@@ -89,18 +89,60 @@ pub struct PairArgs {
     /// Draft model folder
     #[arg(long)]
     pub draft: PathBuf,
+    #[command(flatten)]
+    pub place: Place,
+}
+
+/// Where the models run, and where their KV is.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct Place {
+    /// Run on the first GPU instead of the CPU
+    #[arg(long)]
+    pub gpu: bool,
+    /// Compute in bf16 instead of f32
+    #[arg(long)]
+    pub bf16: bool,
+    /// Use the host's paged KV cache, with room for this many tokens
+    #[arg(long, value_name = "TOKENS")]
+    pub paged: Option<usize>,
+}
+
+impl Place {
+    /// What the environment asks for: `DFLASH_GPU=1`, `DFLASH_BF16=1`, `DFLASH_PAGED=<tokens>`. So
+    /// every test can be run in every place.
+    pub fn from_env() -> Self {
+        let is_set = |name| std::env::var_os(name).is_some_and(|value| value == "1");
+        Self {
+            gpu: is_set("DFLASH_GPU"),
+            bf16: is_set("DFLASH_BF16"),
+            paged: std::env::var("DFLASH_PAGED")
+                .ok()
+                .and_then(|tokens| tokens.parse().ok()),
+        }
+    }
+
+    fn dtype(&self) -> ModelDType {
+        match self.bf16 {
+            true => ModelDType::BF16,
+            false => ModelDType::F32,
+        }
+    }
 }
 
 impl PairArgs {
     /// The target alone.
     pub fn plain(&self) -> Setup {
-        Setup::plain(&self.target)
+        Setup {
+            place: self.place.clone(),
+            ..Setup::plain(&self.target)
+        }
     }
 
     /// Both.
     pub fn dflash(&self, block_size: Option<usize>, adaptive: bool) -> Setup {
         Setup {
             adaptive,
+            place: self.place.clone(),
             ..Setup::dflash(&self.target, &self.draft, block_size)
         }
     }
@@ -120,6 +162,7 @@ pub struct Setup {
     /// Entries of the host's prefix cache; 0 turns it off, so that a repeated prompt is prefilled.
     pub prefix_cache_n: usize,
     pub max_seqs: usize,
+    pub place: Place,
 }
 
 impl Setup {
@@ -131,6 +174,7 @@ impl Setup {
             adaptive: false,
             prefix_cache_n: 0,
             max_seqs: 32,
+            place: Place::from_env(),
         }
     }
 
@@ -207,6 +251,8 @@ pub struct Generation {
     pub first_token: Duration,
     /// From the first token to the end.
     pub decode: Duration,
+    /// When each piece of text came.
+    pub arrivals: Vec<Instant>,
     /// Token ids, if recorded.
     pub tokens: Vec<u32>,
     /// Best minus second-best logit of each token, if recorded.
@@ -242,8 +288,10 @@ impl Engine {
             None => None,
         };
         let host = MistralRsForServerBuilder::new()
-            .with_model(setup.target.select()?)
-            .with_cpu(true)
+            .with_model(setup.target.select(setup.place.dtype())?)
+            .with_cpu(!setup.place.gpu)
+            .set_paged_attn(Some(setup.place.paged.is_some()))
+            .with_paged_ctxt_len_optional(setup.place.paged)
             .with_max_seqs(setup.max_seqs)
             .with_token_source(TokenSource::None)
             .with_interactive_mode(true)
@@ -323,6 +371,7 @@ impl Engine {
                 _ => bail!("unexpected kind of response"),
             };
             pieces += 1;
+            out.arrivals.push(Instant::now());
             first.get_or_insert_with(|| start.elapsed());
             if let Some(text) = text {
                 on_text(&text);

@@ -6,3 +6,4 @@ pub mod engine;
 pub mod load;
 pub mod prompts;
 pub mod report;
+pub mod shape;

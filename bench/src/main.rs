@@ -1,7 +1,7 @@
-//! `dflash-bench demo`, `bench` and `load`; `cargo xtask` calls them with the right paths.
+//! `dflash-bench demo`, `bench`, `load` and `shape`; `cargo xtask` calls them with the right paths.
 
 use clap::{Parser, Subcommand};
-use dflash_bench::{bench, demo, load};
+use dflash_bench::{bench, demo, load, shape};
 use tracing_subscriber::EnvFilter;
 
 #[derive(Parser)]
@@ -19,6 +19,8 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Measure several clients at once: is speculation ever slower?
     Load(load::LoadArgs),
+    /// Time a step with random weights of a real model's shape (`bench/shape/make_shape.py`)
+    Shape(shape::ShapeArgs),
 }
 
 #[tokio::main]
@@ -34,5 +36,6 @@ async fn main() -> anyhow::Result<()> {
         Command::Demo(args) => demo::run(&args).await,
         Command::Bench(args) => bench::run(&args).await,
         Command::Load(args) => load::run(&args).await,
+        Command::Shape(args) => shape::run(&args).await,
     }
 }

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 use async_openai::config::OpenAIConfig;
 use async_openai::Client;
 
+use dflash_bench::engine::Place;
+
 use crate::root;
 
 /// The `mistralrs` program with DFlash.
@@ -38,14 +40,27 @@ impl Drop for Server {
 }
 
 impl Server {
-    /// Serve a Hugging Face folder or a GGUF file in f32 on the CPU, with further arguments.
+    /// Serve a Hugging Face folder or a GGUF file with further arguments: in f32 on the CPU with
+    /// the normal KV cache, unless the environment says something else ([`Place::from_env`]).
     pub async fn serve(target: &Path, more: &[&str]) -> Self {
         let port = free_port();
         let port_text = port.to_string();
         let mut args: Vec<&OsStr> = ["serve", "--host", "127.0.0.1", "-p", &port_text]
             .map(OsStr::new)
             .into();
-        args.extend(["--cpu", "--dtype", "f32", "-m"].map(OsStr::new));
+        let place = Place::from_env();
+        if !place.gpu {
+            args.push("--cpu".as_ref());
+        }
+        args.extend(["--dtype", if place.bf16 { "bf16" } else { "f32" }].map(OsStr::new));
+        let paged = place.paged.map(|tokens| tokens.to_string());
+        match &paged {
+            Some(tokens) => {
+                args.extend(["--paged-attn", "on", "--pa-context-len", tokens].map(OsStr::new))
+            }
+            None => args.extend(["--paged-attn", "off"].map(OsStr::new)),
+        }
+        args.push("-m".as_ref());
         if target.extension().is_some_and(|e| e == "gguf") {
             args.push(target.parent().expect("a file is in a folder").as_ref());
             args.extend(["--format", "gguf", "-f"].map(OsStr::new));

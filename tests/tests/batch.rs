@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
-use dflash_bench::engine::{Engine, Generation, Job, Prompt, Setup};
+use dflash_bench::engine::{Engine, Generation, Job, Place, Prompt, Setup};
 use dflash_plugin::stats::Fallback;
 use dflash_plugin::DFlashMethod;
 use dflash_tests::tiny::{self, TinyPair};
@@ -162,7 +162,10 @@ async fn sequences_with_buffers_of_unequal_capacity_are_batched() {
     let hits = [[&small[..20], tail].concat(), [&grown[..20], tail].concat()];
     let job = |ids: &[u32]| Job::greedy(Prompt::Tokens(ids.to_vec()), 12).recorded();
 
-    let setup = Setup::dflash(&target(), &drafter(), Some(8));
+    let setup = Setup {
+        place: Place::default(), // It is about the buffers of the normal KV cache.
+        ..Setup::dflash(&target(), &drafter(), Some(8))
+    };
     let cold = Engine::load(&setup).await.unwrap();
     let mut want = Vec::new();
     for ids in &hits {

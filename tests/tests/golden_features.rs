@@ -54,7 +54,7 @@ fn top20_match(what: &str, logits: &Tensor, golden: &Golden, key: &str) {
 }
 
 fn load_target() -> std::sync::Arc<tokio::sync::Mutex<dyn Pipeline + Send + Sync>> {
-    LoaderBuilder::new(Target::at(&target()).select().unwrap())
+    LoaderBuilder::new(Target::at(&target()).select(ModelDType::F32).unwrap())
         .build()
         .unwrap()
         .load_model_from_hf(

@@ -1,6 +1,6 @@
 //! A prefix-cache hit brings the draft KV with it, and the text stays what it is without a hit.
 
-use dflash_bench::engine::{Engine, Job, Prompt, Setup};
+use dflash_bench::engine::{Engine, Job, Place, Prompt, Setup};
 use dflash_tests::{drafter, golden, target, GreedyFile};
 
 fn turns(list: &[(&str, &str)]) -> Prompt {
@@ -9,6 +9,14 @@ fn turns(list: &[(&str, &str)]) -> Prompt {
             .map(|(r, c)| (r.to_string(), c.to_string()))
             .collect(),
     )
+}
+
+/// With the entries of the normal KV cache, which are counted here; `paged.rs` is about the other.
+fn entries(setup: Setup) -> Setup {
+    Setup {
+        place: Place::default(),
+        ..cached(setup)
+    }
 }
 
 fn cached(setup: Setup) -> Setup {
@@ -122,7 +130,7 @@ async fn concurrent_requests_after_hits_each_give_their_own_tokens() {
         ("plain", Setup::plain(&target())),
         ("DFlash", Setup::dflash(&target(), &drafter(), Some(8))),
     ] {
-        let warm = Engine::load(&cached(setup)).await.unwrap();
+        let warm = Engine::load(&entries(setup)).await.unwrap();
         // All three share the chat template's system prompt.
         let fill = Job::greedy(Prompt::Chat("Hello!".into()), 8);
         warm.generate(&fill, |_| ()).await.unwrap();
@@ -153,7 +161,7 @@ async fn concurrent_requests_after_hits_each_give_their_own_tokens() {
 /// The host keeps 16 entries here; their draft KV goes with them.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_prefix_cache_and_its_draft_kv_are_bounded() {
-    let setup = cached(Setup::dflash(&target(), &drafter(), Some(4)));
+    let setup = entries(Setup::dflash(&target(), &drafter(), Some(4)));
     let engine = Engine::load(&setup).await.unwrap();
     for first in 0..20 {
         let ids = vec![300 + first, 504, 1463, 282];
