@@ -2,11 +2,12 @@
 //! It has SmolLM2's tokenizer and a vocabulary of that size, or letters for tokens and as many as a
 //! test wants: few enough that even random drafts are often accepted.
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use candle_core::{Device, Tensor};
 use serde_json::json;
+
+use crate::tokenizer;
+use crate::weights::Weights;
 
 const SMOLLM2_VOCAB: usize = 49_152;
 const HIDDEN: usize = 64;
@@ -49,59 +50,17 @@ impl Default for TinyPair {
     }
 }
 
-/// Tensors by name, filled from one stream of pseudo-random numbers.
-struct Weights {
-    state: u64,
-    tensors: HashMap<String, Tensor>,
-}
-
-impl Weights {
-    fn new(seed: u64) -> Self {
-        Self {
-            state: seed.wrapping_mul(0x9E37_79B9_7F4A_7C15),
-            tensors: HashMap::new(),
-        }
+/// Attention and MLP of one layer, 4 heads over 2 KV heads of 16.
+fn layer(weights: &mut Weights, prefix: &str) {
+    weights.norm(&format!("{prefix}.input_layernorm"), HIDDEN);
+    weights.norm(&format!("{prefix}.post_attention_layernorm"), HIDDEN);
+    for (name, rows) in [("q_proj", 64), ("k_proj", 32), ("v_proj", 32)] {
+        weights.matrix(&format!("{prefix}.self_attn.{name}"), rows, HIDDEN);
     }
-
-    /// Uniform in -1..1 (splitmix64).
-    fn next(&mut self) -> f32 {
-        self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((z ^ (z >> 31)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    }
-
-    fn matrix(&mut self, name: &str, rows: usize, columns: usize) {
-        let scale = (3.0 / columns as f32).sqrt();
-        let values: Vec<f32> = (0..rows * columns).map(|_| self.next() * scale).collect();
-        let tensor = Tensor::from_vec(values, (rows, columns), &Device::Cpu).unwrap();
-        self.tensors.insert(format!("{name}.weight"), tensor);
-    }
-
-    fn norm(&mut self, name: &str, width: usize) {
-        let values: Vec<f32> = (0..width).map(|_| 1.0 + 0.1 * self.next()).collect();
-        let tensor = Tensor::from_vec(values, width, &Device::Cpu).unwrap();
-        self.tensors.insert(format!("{name}.weight"), tensor);
-    }
-
-    /// Attention and MLP of one layer, 4 heads over 2 KV heads of 16.
-    fn layer(&mut self, prefix: &str) {
-        self.norm(&format!("{prefix}.input_layernorm"), HIDDEN);
-        self.norm(&format!("{prefix}.post_attention_layernorm"), HIDDEN);
-        for (name, rows) in [("q_proj", 64), ("k_proj", 32), ("v_proj", 32)] {
-            self.matrix(&format!("{prefix}.self_attn.{name}"), rows, HIDDEN);
-        }
-        self.matrix(&format!("{prefix}.self_attn.o_proj"), HIDDEN, 64);
-        self.matrix(&format!("{prefix}.mlp.gate_proj"), INTER, HIDDEN);
-        self.matrix(&format!("{prefix}.mlp.up_proj"), INTER, HIDDEN);
-        self.matrix(&format!("{prefix}.mlp.down_proj"), HIDDEN, INTER);
-    }
-
-    fn save(self, folder: &Path, config: serde_json::Value) {
-        candle_core::safetensors::save(&self.tensors, folder.join("model.safetensors")).unwrap();
-        std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
-    }
+    weights.matrix(&format!("{prefix}.self_attn.o_proj"), HIDDEN, 64);
+    weights.matrix(&format!("{prefix}.mlp.gate_proj"), INTER, HIDDEN);
+    weights.matrix(&format!("{prefix}.mlp.up_proj"), INTER, HIDDEN);
+    weights.matrix(&format!("{prefix}.mlp.down_proj"), HIDDEN, INTER);
 }
 
 /// Write both models below `folder`; returns target and draft model.
@@ -114,40 +73,12 @@ pub fn write(pair: &TinyPair, folder: &Path) -> (PathBuf, PathBuf) {
     (target, drafter)
 }
 
-/// A tokenizer of single letters. Its end of text comes after the model's last token.
-fn write_letters(letters: usize, folder: &Path) {
-    assert!((2..=26).contains(&letters));
-    let end = "<|im_end|>";
-    let mut vocab: serde_json::Map<String, serde_json::Value> = ('a'..='z')
-        .take(letters)
-        .enumerate()
-        .map(|(id, letter)| (letter.to_string(), json!(id)))
-        .collect();
-    vocab.insert(end.into(), json!(letters));
-    let byte_level = json!({
-        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true
-    });
-    let tokenizer = json!({
-        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
-        "added_tokens": [{
-            "id": letters, "content": end, "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false, "special": true
-        }],
-        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
-        "model": {
-            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
-            "vocab": vocab, "merges": []
-        }
-    });
-    std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
-    let config = json!({ "eos_token": end });
-    std::fs::write(folder.join("tokenizer_config.json"), config.to_string()).unwrap();
-}
-
 fn write_target(pair: &TinyPair, folder: &Path) {
     match pair.letters {
-        Some(letters) => write_letters(letters, folder),
+        Some(letters) => {
+            assert!((2..=26).contains(&letters));
+            tokenizer::write(letters, folder);
+        }
         None => {
             for file in [
                 "tokenizer.json",
@@ -162,7 +93,7 @@ fn write_target(pair: &TinyPair, folder: &Path) {
     weights.matrix("model.embed_tokens", pair.vocab(), HIDDEN);
     weights.norm("model.norm", HIDDEN);
     for i in 0..TARGET_LAYERS {
-        weights.layer(&format!("model.layers.{i}"));
+        layer(&mut weights, &format!("model.layers.{i}"));
     }
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -171,7 +102,7 @@ fn write_target(pair: &TinyPair, folder: &Path) {
         "max_position_embeddings": pair.positions, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "tie_word_embeddings": true
     });
-    weights.save(folder, config);
+    weights.save(folder, &config);
 }
 
 fn write_drafter(pair: &TinyPair, folder: &Path) {
@@ -180,7 +111,7 @@ fn write_drafter(pair: &TinyPair, folder: &Path) {
     weights.norm("hidden_norm", HIDDEN);
     weights.norm("norm", HIDDEN);
     for i in 0..DRAFT_LAYERS {
-        weights.layer(&format!("layers.{i}"));
+        layer(&mut weights, &format!("layers.{i}"));
         weights.norm(&format!("layers.{i}.self_attn.q_norm"), 16);
         weights.norm(&format!("layers.{i}.self_attn.k_norm"), 16);
     }
@@ -193,5 +124,5 @@ fn write_drafter(pair: &TinyPair, folder: &Path) {
         "num_target_layers": TARGET_LAYERS, "block_size": 16,
         "dflash_config": { "mask_token_id": pair.mask_token(), "target_layer_ids": TAPS }
     });
-    weights.save(folder, config);
+    weights.save(folder, &config);
 }
