@@ -1,5 +1,5 @@
-//! A hook that makes a step fail or go wrong on purpose, for tests of invariant I5 and for tests of
-//! the tests of I1. Nothing sets it but code that builds a `DFlashMethod` itself; no flag,
+//! Hooks that make a step fail or go wrong on purpose, for tests of invariant I5 and for tests of
+//! the tests of I1, and one that drafts in the draft model's place. Nothing sets it but code that builds a `DFlashMethod` itself; no flag,
 //! file or request reaches it.
 
 use std::sync::Arc;
@@ -23,3 +23,7 @@ pub enum FaultPoint {
 
 /// Says whether to fail (or to go wrong) at this point, each time it is passed. It may panic, too.
 pub type FaultHook = Arc<dyn Fn(FaultPoint) -> bool + Send + Sync>;
+
+/// Gets the tokens of a sequence and the drafts that would follow them, and may change the drafts: an
+/// oracle that knows what the target will say makes every accept length happen.
+pub type DraftHook = Arc<dyn Fn(&[u32], &mut [u32]) + Send + Sync>;

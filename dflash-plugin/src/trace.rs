@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use candle_core::Tensor;
+
 /// One sequence's part of one verify step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Round {
@@ -22,6 +24,10 @@ pub struct Round {
 
 /// Called after every round, from inside the engine's step.
 pub type Observer = Arc<dyn Fn(&Round) + Send + Sync>;
+
+/// Called with the tapped layer outputs of every forward pass whose rows become draft K/V, side by
+/// side: `[batch, rows, taps * hidden]`.
+pub type TapObserver = Arc<dyn Fn(&Tensor) + Send + Sync>;
 
 /// Parts of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]

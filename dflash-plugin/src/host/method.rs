@@ -3,9 +3,9 @@
 use mistralrs_core::{Loader, SpeculativeMethod, SpeculativeOptions};
 
 use super::loader::DFlashLoader;
-use crate::fault::{FaultHook, FaultPoint};
+use crate::fault::{DraftHook, FaultHook, FaultPoint};
 use crate::stats::Stats;
-use crate::trace::{Observer, PhaseObserver};
+use crate::trace::{Observer, PhaseObserver, TapObserver};
 
 /// DFlash, to be given to `mistralrs_cli::run` or to a `LoaderBuilder`.
 #[derive(Default)]
@@ -19,7 +19,9 @@ pub struct Hooks {
     pub stats: Stats,
     pub observer: Option<Observer>,
     pub phases: Option<PhaseObserver>,
+    pub taps: Option<TapObserver>,
     pub fault: Option<FaultHook>,
+    pub drafts: Option<DraftHook>,
     /// Fail a step whose KV lengths are wrong (invariant I2) instead of repairing them.
     pub strict: bool,
 }
@@ -56,6 +58,18 @@ impl DFlashMethod {
     /// Call `observer` with the time of every part of every step: for benchmarks.
     pub fn with_phases(mut self, observer: PhaseObserver) -> Self {
         self.hooks.phases = Some(observer);
+        self
+    }
+
+    /// Call `observer` with the features of every pass: for tests.
+    pub fn with_taps(mut self, observer: TapObserver) -> Self {
+        self.hooks.taps = Some(observer);
+        self
+    }
+
+    /// Let `hook` change the drafts before they are verified: for tests.
+    pub fn with_drafts(mut self, hook: DraftHook) -> Self {
+        self.hooks.drafts = Some(hook);
         self
     }
 

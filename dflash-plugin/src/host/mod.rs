@@ -6,6 +6,7 @@
 //! | `loader` | loads target and drafter, wraps the target's pipeline |
 //! | `source` | where a drafter comes from: folder or hub |
 //! | `pairing` | do target and drafter fit: checked at load, with numbers |
+//! | `targets` | the table of families that can be used, and of reasons why others cannot |
 //! | `pipeline` | [`DFlashPipeline`]: the host's `Pipeline`, delegated |
 //! | `step` | one engine step: plan, draft, verify, accept, commit |
 //! | `plan` | which sequences speculate, and with how many rows |
@@ -26,6 +27,7 @@ mod plan;
 mod source;
 mod state;
 mod step;
+pub mod targets;
 mod verify;
 
 pub use loader::DFlashLoader;

@@ -1,19 +1,18 @@
 //! Do target and drafter fit? Everything is checked at load, and every error has both numbers.
 
 use candle_core::{DType, Tensor, D};
-use mistralrs_core::plugin::{EitherCache, KvCache};
-use mistralrs_core::{ModelKind, Pipeline};
+use mistralrs_core::plugin::EitherCache;
+use mistralrs_core::{ModelCategory, ModelKind, Pipeline};
 
 use super::pipeline::HostHead;
+use super::targets::{self, Refusal};
+use super::verify;
 use crate::checkpoint::Checkpoint;
 use crate::config::DraftConfig;
 use crate::error::{DFlashError, Result};
 use crate::mask_token::resolve_mask_token;
 use crate::pool::DraftPool;
 use crate::worker::{DFlashWorker, TargetHead};
-
-/// Target families that lend a draft model what it needs, as users name them.
-pub const SUPPORTED_TARGETS: &[&str] = &["llama (safetensors)", "llama (GGUF)"];
 
 /// What the drafter must fit.
 struct TargetShape {
@@ -43,6 +42,10 @@ pub fn join(
     let model = checkpoint.load(dtype, &target.device())?;
     let block_size = block_size.unwrap_or(config.block_size);
     let worker = DFlashWorker::new(model, mask_token, block_size)?;
+    // Only now: without a draft model, sliding windows save memory.
+    if target.get_metadata().cache_config.is_none() {
+        verify::keep_all_rows(target)?;
+    }
     match target.hidden_taps() {
         Some(hidden_taps) => hidden_taps.set_layers(&taps, shape.layers)?,
         None => return Err(unsupported(target, "its layer outputs cannot be captured")),
@@ -71,57 +74,47 @@ fn unsupported(target: &(dyn Pipeline + Send + Sync), why: &str) -> DFlashError 
         format!("target {}", target.name()),
         format!(
             "{why}. Targets that can be used with DFlash: {}",
-            SUPPORTED_TARGETS.join(", ")
+            targets::list()
         ),
     )
 }
 
-fn check_target(target: &(dyn Pipeline + Send + Sync)) -> Result<TargetShape> {
+/// Why this target cannot be used, if it cannot.
+fn refusal(target: &(dyn Pipeline + Send + Sync)) -> Option<Refusal> {
+    // First: pipelines of other kinds have no KV cache to ask for.
+    if !matches!(target.category(), ModelCategory::Text) {
+        return Some(Refusal::NotText);
+    }
     let metadata = target.get_metadata();
-    let Some(head) = target.speculative_target() else {
-        return Err(unsupported(
-            target,
-            "its family does not lend its embedding and output head",
-        ));
-    };
+    if metadata.is_xlora {
+        return Some(Refusal::XLora);
+    }
+    if matches!(target.cache(), EitherCache::Hybrid(_)) {
+        return Some(Refusal::Recurrent);
+    }
     if metadata.no_kv_cache {
-        return Err(unsupported(
-            target,
-            "its KV cache is off; leave --no-kv-cache out",
-        ));
+        return Some(Refusal::NoKvCache);
     }
-    let normal_cache = match target.cache() {
-        EitherCache::Normal(cache) => cache
-            .lock()
-            .map(|cache| {
-                cache
-                    .0
-                    .iter()
-                    .all(|layer| matches!(layer, KvCache::Normal { .. }))
-            })
-            .unwrap_or(false),
-        _ => false,
+    let head = target.speculative_target();
+    let is_known = head.is_some_and(|head| targets::find(head.family()).is_some());
+    let is_usable = is_known && matches!(target.cache(), EitherCache::Normal(_));
+    (!is_usable).then_some(Refusal::Family)
+}
+
+fn check_target(target: &(dyn Pipeline + Send + Sync)) -> Result<TargetShape> {
+    if let Some(refusal) = refusal(target) {
+        return Err(unsupported(target, refusal.reason()));
+    }
+    let Some(head) = target.speculative_target() else {
+        return Err(unsupported(target, Refusal::Family.reason()));
     };
-    let is_paged = metadata.cache_config.is_some();
-    if is_paged && matches!(target.cache(), EitherCache::Hybrid(_)) {
-        return Err(unsupported(
-            target,
-            "its recurrent layers cannot be rolled back",
-        ));
-    }
-    if !normal_cache && !is_paged {
-        return Err(unsupported(
-            target,
-            "its KV cache cannot be rolled back (sliding window or recurrent layers)",
-        ));
-    }
     // Ask the model itself: its config is not always at hand (GGUF), and can differ (padding).
     let head = HostHead(head);
     let one = Tensor::zeros(1, DType::U32, &target.device())?;
     let embedding = head.embed(&one)?;
     let vocab = head.logits(&embedding)?.dim(D::Minus1)?;
     Ok(TargetShape {
-        layers: metadata.num_hidden_layers,
+        layers: target.get_metadata().num_hidden_layers,
         hidden: embedding.dim(D::Minus1)?,
         vocab,
     })

@@ -99,6 +99,15 @@ impl DFlashPipeline {
         Ok(())
     }
 
+    /// Positions up to which a verify pass computes what plain decoding does: for nearly every
+    /// target all that it has.
+    pub(super) fn exact_len(&self) -> usize {
+        let max_seq_len = self.target.get_metadata().max_seq_len;
+        let target = self.target.speculative_target();
+        let exact = target.and_then(SpeculativeTarget::max_exact_len);
+        exact.map_or(max_seq_len, |exact| exact.min(max_seq_len))
+    }
+
     pub(super) fn taps(&self) -> candle_core::Result<&HiddenTaps> {
         self.target
             .hidden_taps()
@@ -174,7 +183,8 @@ impl Pipeline for DFlashPipeline {
     }
 
     fn batches_unequal_lengths(&self) -> bool {
-        true
+        // Where a pass depends on how far its sequences are, they must not be at different places.
+        self.exact_len() == self.target.get_metadata().max_seq_len
     }
 
     fn speculative_counters(&self) -> Option<Arc<SpeculativeCounters>> {

@@ -233,7 +233,11 @@ impl DFlashPipeline {
                     .iter()
                     .map(|tap| tap.to_device(&device))
                     .collect::<Result<Vec<_>>>()?;
-                Tensor::cat(&taps, D::Minus1)
+                let taps = Tensor::cat(&taps, D::Minus1)?;
+                if let Some(observer) = &self.hooks.taps {
+                    observer(&taps);
+                }
+                Ok(taps)
             }
             None => candle_core::bail!("no layer outputs were captured"),
         }

@@ -20,10 +20,10 @@ pub struct Plan {
 impl DFlashPipeline {
     /// Decide which sequences speculate, and how many rows to verify.
     pub(super) fn plan(&mut self, seqs: &[&mut Sequence], cache: &StepCache) -> Result<Plan> {
-        let most = self.target.get_metadata().max_seq_len;
+        let exact = self.exact_len();
         let capacity = match cache {
-            StepCache::Normal { .. } => verify::model_capacity(&*self.target)?.min(most),
-            StepCache::Paged(_) => most, // Blocks are reserved afterwards.
+            StepCache::Normal { .. } => verify::model_capacity(&*self.target)?.min(exact),
+            StepCache::Paged(_) => exact, // Blocks are reserved afterwards.
         };
         // Rows that each may verify, or why it is decoded plainly.
         let rooms: Vec<std::result::Result<usize, Fallback>> =

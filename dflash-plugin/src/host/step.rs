@@ -282,7 +282,7 @@ impl DFlashPipeline {
             .collect::<Result<Vec<u32>>>()?;
         self.hooks.fault_at(FaultPoint::Draft)?;
         let head = self.head()?;
-        let drafts = match paged {
+        let mut drafts = match paged {
             None => {
                 let jobs = seqs
                     .iter()
@@ -309,6 +309,11 @@ impl DFlashPipeline {
                 self.worker.draft_pooled(&head, &anchors, &contexts, rows)?
             }
         };
+        if let Some(hook) = &self.hooks.drafts {
+            for (seq, drafts) in seqs.iter().zip(&mut drafts) {
+                hook(seq.get_toks(), drafts);
+            }
+        }
         Ok(anchors
             .iter()
             .zip(drafts)

@@ -79,6 +79,17 @@ pub fn model_capacity(target: &(dyn Pipeline + Send + Sync)) -> Result<usize> {
     })
 }
 
+/// Let layers with a sliding window keep the rows that leave it, so that all layers can be rolled
+/// back to any length.
+pub fn keep_all_rows(target: &(dyn Pipeline + Send + Sync)) -> Result<()> {
+    let max_seq_len = target.get_metadata().max_seq_len;
+    with_model_cache(target, |cache| {
+        let layers = cache.0.iter_mut();
+        layers.for_each(|layer| layer.keep_all_rows(max_seq_len));
+        Ok(())
+    })
+}
+
 fn with_model_cache<T>(
     target: &(dyn Pipeline + Send + Sync),
     f: impl FnOnce(&mut NormalCache) -> Result<T>,

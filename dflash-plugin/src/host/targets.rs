@@ -1,0 +1,238 @@
+//! Which targets can be used with DFlash: the one table that the loader goes by, and that
+//! `docs/models.md` is made from.
+
+use std::fmt::Write;
+
+/// What a family's layers keep when there is no paged attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cache {
+    /// Every row.
+    Whole,
+    /// The rows of a sliding window, in all layers or in some, if the model's config has one.
+    Window,
+}
+
+/// The file format of a target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    Safetensors,
+    Gguf,
+}
+
+/// A family of targets that drafts.
+#[derive(Debug)]
+pub struct TargetFamily {
+    /// As the host names it, without the format.
+    pub name: &'static str,
+    pub format: Format,
+    /// `architectures` in `config.json`, or `general.architecture` in a GGUF file.
+    pub architecture: &'static str,
+    pub cache: Cache,
+    /// What is special about it.
+    pub note: &'static str,
+    /// Why it is not tested, if it is not.
+    pub untested: Option<&'static str>,
+}
+
+impl TargetFamily {
+    /// As the host names it.
+    pub fn host_name(&self) -> String {
+        match self.format {
+            Format::Safetensors => self.name.into(),
+            Format::Gguf => format!("{} (GGUF)", self.name),
+        }
+    }
+}
+
+const fn family(
+    name: &'static str,
+    format: Format,
+    architecture: &'static str,
+    cache: Cache,
+    note: &'static str,
+) -> TargetFamily {
+    TargetFamily {
+        name,
+        format,
+        architecture,
+        cache,
+        note,
+        untested: None,
+    }
+}
+
+use Cache::{Whole, Window};
+use Format::{Gguf, Safetensors};
+
+const LONG_ROPE: &str = "with LongRoPE: plain steps past `original_max_position_embeddings`, and \
+                         batches of sequences of equal length only";
+const MASKED_WINDOW: &str = "with `sliding_window` below the context length: plain steps past it";
+
+/// Every family that can be used.
+pub const TARGETS: &[TargetFamily] = &[
+    family("llama", Safetensors, "LlamaForCausalLM", Whole, ""),
+    family("mistral", Safetensors, "MistralForCausalLM", Window, ""),
+    family("mixtral", Safetensors, "MixtralForCausalLM", Window, ""),
+    family(
+        "qwen2",
+        Safetensors,
+        "Qwen2ForCausalLM",
+        Whole,
+        MASKED_WINDOW,
+    ),
+    family("qwen3", Safetensors, "Qwen3ForCausalLM", Window, ""),
+    family("qwen3_moe", Safetensors, "Qwen3MoeForCausalLM", Window, ""),
+    family(
+        "gemma",
+        Safetensors,
+        "GemmaForCausalLM",
+        Whole,
+        "the draft model gets the embedding without the factor sqrt(hidden)",
+    ),
+    family(
+        "gemma2",
+        Safetensors,
+        "Gemma2ForCausalLM",
+        Window,
+        "as gemma; drafts are chosen without the cap of the logits, which does not change the best",
+    ),
+    family("phi2", Safetensors, "PhiForCausalLM", Whole, ""),
+    family("phi3", Safetensors, "Phi3ForCausalLM", Window, LONG_ROPE),
+    family(
+        "phi3.5moe",
+        Safetensors,
+        "PhiMoEForCausalLM",
+        Window,
+        LONG_ROPE,
+    ),
+    family("glm4", Safetensors, "Glm4ForCausalLM", Whole, ""),
+    family("glm4_moe", Safetensors, "Glm4MoeForCausalLM", Whole, ""),
+    family("smollm3", Safetensors, "SmolLM3ForCausalLM", Whole, ""),
+    family(
+        "starcoder2",
+        Safetensors,
+        "Starcoder2ForCausalLM",
+        Window,
+        "",
+    ),
+    family("gpt_oss", Safetensors, "GptOssForCausalLM", Window, ""),
+    family("deepseek2", Safetensors, "DeepseekV2ForCausalLM", Whole, ""),
+    family("deepseek3", Safetensors, "DeepseekV3ForCausalLM", Whole, ""),
+    family("llama", Gguf, "llama", Whole, ""),
+    family("qwen2", Gguf, "qwen2", Whole, ""),
+    family("qwen3", Gguf, "qwen3", Whole, ""),
+    TargetFamily {
+        untested: Some("the host runs it on CUDA only"),
+        ..family("qwen3_moe", Gguf, "qwen3moe", Whole, "")
+    },
+    family("phi2", Gguf, "phi2", Whole, ""),
+    family("phi3", Gguf, "phi3", Window, ""),
+    family("starcoder2", Gguf, "starcoder2", Whole, ""),
+];
+
+/// Why a target cannot be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    NotText,
+    XLora,
+    Recurrent,
+    PagedAttention,
+    NoKvCache,
+    Family,
+}
+
+impl Refusal {
+    pub const ALL: [Self; 6] = [
+        Self::NotText,
+        Self::XLora,
+        Self::Recurrent,
+        Self::PagedAttention,
+        Self::NoKvCache,
+        Self::Family,
+    ];
+
+    /// Which targets these are.
+    pub fn targets(self) -> &'static str {
+        match self {
+            Self::NotText => "models for images or sound, Gemma 3 and Qwen3.5 among them",
+            Self::XLora => "X-LoRA adapters",
+            Self::Recurrent => "Qwen3-Next, Granite 4 (hybrid)",
+            Self::PagedAttention => "any target with paged attention",
+            Self::NoKvCache => "any target with `--no-kv-cache`",
+            Self::Family => "all others",
+        }
+    }
+
+    /// What is in the way, and what to change where that is possible.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::NotText => {
+                "it is not loaded as a text model, and only those lend their embedding and output \
+                 head"
+            }
+            Self::XLora => "X-LoRA runs the model twice a step, with a KV cache of another kind",
+            Self::Recurrent => "it has recurrent layers, whose state cannot be rolled back",
+            Self::PagedAttention => {
+                "it runs with paged attention, which DFlash cannot use yet; add --paged-attn off"
+            }
+            Self::NoKvCache => "its KV cache is off; leave --no-kv-cache out",
+            Self::Family => "its family does not lend its embedding and output head",
+        }
+    }
+}
+
+/// The entry of what the host calls `name`.
+pub fn find(name: &str) -> Option<&'static TargetFamily> {
+    TARGETS.iter().find(|target| target.host_name() == name)
+}
+
+/// The families on one line, for messages.
+pub fn list() -> String {
+    let of = |format| {
+        let targets = TARGETS.iter().filter(|target| target.format == format);
+        targets.map(|target| target.name).collect::<Vec<_>>()
+    };
+    format!(
+        "safetensors: {}; GGUF: {}",
+        of(Safetensors).join(", "),
+        of(Gguf).join(", ")
+    )
+}
+
+/// The tables of `docs/models.md`.
+pub fn markdown() -> String {
+    let mut text = String::from(
+        "| family | format | architecture | KV cache | tested | notes |\n\
+         | --- | --- | --- | --- | --- | --- |\n",
+    );
+    for target in TARGETS {
+        let TargetFamily {
+            name,
+            architecture,
+            note,
+            ..
+        } = target;
+        let format = match target.format {
+            Safetensors => "safetensors",
+            Gguf => "GGUF",
+        };
+        let cache = match target.cache {
+            Whole => "whole",
+            Window => "window",
+        };
+        let tested = match target.untested {
+            None => "yes".into(),
+            Some(why) => format!("no: {why}"),
+        };
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            text,
+            "| {name} | {format} | `{architecture}` | {cache} | {tested} | {note} |"
+        );
+    }
+    text.push_str("\nRefused at load:\n\n| targets | reason |\n| --- | --- |\n");
+    for refusal in Refusal::ALL {
+        let _ = writeln!(text, "| {} | {} |", refusal.targets(), refusal.reason());
+    }
+    text
+}
