@@ -257,6 +257,8 @@ pub struct Generation {
     pub tokens: Vec<u32>,
     /// Best minus second-best logit of each token, if recorded.
     pub gaps: Vec<f32>,
+    /// All logits of the first token, if recorded.
+    pub first_logits: Vec<f32>,
 }
 
 impl Generation {
@@ -398,7 +400,9 @@ impl Engine {
             out.completion_tokens = pieces;
         }
         out.first_token = first.unwrap_or_default();
-        (out.tokens, out.gaps) = recorder.take();
+        let recorded = recorder.take();
+        (out.tokens, out.gaps) = (recorded.tokens, recorded.gaps);
+        out.first_logits = recorded.first_logits;
         Ok(out)
     }
 }
@@ -432,10 +436,17 @@ fn messages(prompt: &Prompt) -> RequestMessage {
 /// A logits processor that changes nothing and notes the greedy choice and its margin, so that a
 /// test sees token ids, which the host's responses do not carry.
 #[derive(Clone, Default)]
-struct Recorder(Arc<Mutex<(Vec<u32>, Vec<f32>)>>);
+struct Recorder(Arc<Mutex<Recorded>>);
+
+#[derive(Default)]
+struct Recorded {
+    tokens: Vec<u32>,
+    gaps: Vec<f32>,
+    first_logits: Vec<f32>,
+}
 
 impl Recorder {
-    fn take(&self) -> (Vec<u32>, Vec<f32>) {
+    fn take(&self) -> Recorded {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
@@ -454,8 +465,11 @@ impl CustomLogitsProcessor for Recorder {
             }
         }
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.0.push(best.0);
-        seen.1.push(best.1 - second);
+        seen.tokens.push(best.0);
+        seen.gaps.push(best.1 - second);
+        if seen.first_logits.is_empty() {
+            seen.first_logits = values;
+        }
         Ok(logits.clone())
     }
 }

@@ -5,6 +5,9 @@
 
 pub mod server;
 pub mod tiny;
+mod tokenizer;
+mod weights;
+pub mod zoo;
 
 use std::path::{Path, PathBuf};
 

@@ -25,6 +25,19 @@ pub fn binary() -> PathBuf {
     path
 }
 
+/// What the program writes when it ends at start-up, as it does where a pair is refused.
+pub fn refusal(args: &[&str]) -> String {
+    let output = Command::new(binary())
+        .args(args)
+        .envs([("RUST_BACKTRACE", "0"), ("RUST_LIB_BACKTRACE", "0")])
+        .output()
+        .unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    assert!(!output.status.success(), "it did not fail:\n{text}");
+    text
+}
+
 /// A running `mistralrs serve` or `mistralrs from-config`.
 pub struct Server {
     child: Child,

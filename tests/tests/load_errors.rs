@@ -1,8 +1,10 @@
 //! What does not fit fails at load, with both numbers and the thing to change.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use dflash_bench::engine::{Engine, Setup};
+use dflash_tests::server::refusal;
+use dflash_tests::zoo::{self, Family};
 use dflash_tests::{drafter, root, target};
 use serde_json::{json, Value};
 
@@ -109,59 +111,139 @@ async fn damaged_weights_are_refused_and_name_the_file() {
     contains(&error, &["model.safetensors"]);
 }
 
-/// A tiny random model of a family that is not supported yet.
-fn write_qwen3(folder: &Path) {
-    use candle_core::{DType, Device, Tensor};
-    let (hidden, inter, vocab) = (64, 96, 49_152);
-    for file in ["tokenizer.json", "tokenizer_config.json"] {
-        std::fs::copy(target().join(file), folder.join(file)).unwrap();
+/// A target that the plugin refuses, and a draft model of the right sizes for it.
+struct Refused {
+    folder: tempfile::TempDir,
+    target: zoo::Target,
+    drafter: PathBuf,
+}
+
+impl Refused {
+    fn write(name: &str) -> Self {
+        Self::of(&zoo::refused(name))
     }
-    let config = json!({
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
-        "hidden_size": hidden, "intermediate_size": inter, "vocab_size": vocab,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "tie_word_embeddings": true, "sliding_window": null,
-        "use_sliding_window": false, "max_window_layers": 4, "attention_bias": false
-    });
-    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
-    let mut tensors = std::collections::HashMap::new();
-    let mut add = |name: String, shape: &[usize]| {
-        let tensor = Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
-        tensors.insert(name, tensor);
-    };
-    add("model.embed_tokens.weight".into(), &[vocab, hidden]);
-    add("model.norm.weight".into(), &[hidden]);
-    for i in 0..4 {
-        let layer = |name: &str| format!("model.layers.{i}.{name}.weight");
-        add(layer("input_layernorm"), &[hidden]);
-        add(layer("post_attention_layernorm"), &[hidden]);
-        add(layer("self_attn.q_proj"), &[64, hidden]);
-        add(layer("self_attn.k_proj"), &[32, hidden]);
-        add(layer("self_attn.v_proj"), &[32, hidden]);
-        add(layer("self_attn.o_proj"), &[hidden, 64]);
-        add(layer("self_attn.q_norm"), &[16]);
-        add(layer("self_attn.k_norm"), &[16]);
-        add(layer("mlp.gate_proj"), &[inter, hidden]);
-        add(layer("mlp.up_proj"), &[inter, hidden]);
-        add(layer("mlp.down_proj"), &[hidden, inter]);
+
+    fn of(family: &Family) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let target = family.write_target(zoo::LAYERS, &folder.path().join("target"));
+        let drafter = zoo::write_drafter(&folder.path().join("drafter"));
+        Self {
+            folder,
+            target,
+            drafter,
+        }
     }
-    candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
+
+    async fn error(&self) -> String {
+        load_error(&Setup::dflash(&self.target.path, &self.drafter, None)).await
+    }
+
+    /// What the program says, which loads more kinds of models.
+    fn message(&self, model: &[&str]) -> String {
+        let drafter = self.drafter.to_str().unwrap();
+        let mut args = vec![
+            "serve",
+            "--host",
+            "127.0.0.1",
+            "-p",
+            "0",
+            "--cpu",
+            "--dtype",
+            "f32",
+        ];
+        args.extend(model);
+        args.extend([
+            "--speculative",
+            "dflash",
+            "--speculative-draft-model",
+            drafter,
+        ]);
+        refusal(&args)
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_target_of_another_family_is_refused_with_the_list_of_what_works() {
-    let folder = tempfile::tempdir().unwrap();
-    write_qwen3(folder.path());
-    let error = load_error(&Setup::dflash(folder.path(), &drafter(), None)).await;
-    contains(
-        &error,
-        &[
-            "llama (safetensors)",
-            "llama (GGUF)",
-            &folder.path().display().to_string(),
-        ],
-    );
+    let refused = Refused::write("glm4_moe_lite");
+    let error = refused.error().await;
+    let path = refused.folder.path().join("target").display().to_string();
+    contains(&error, &["safetensors: llama,", "GGUF: llama,", &path]);
+    contains(&error, &["does not lend"]);
     // Without DFlash the same model loads.
-    assert!(Engine::load(&Setup::plain(folder.path())).await.is_ok());
+    assert!(Engine::load(&Setup::plain(&refused.target.path))
+        .await
+        .is_ok());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_target_with_recurrent_layers_is_refused() {
+    let error = Refused::write("qwen3_next").error().await;
+    contains(&error, &["recurrent layers", "cannot be rolled back"]);
+}
+
+#[test]
+fn a_target_that_is_no_text_model_is_refused() {
+    let refused = Refused::write("gemma3");
+    let path = refused.target.path.to_str().unwrap();
+    let message = refused.message(&["-m", path]);
+    contains(&message, &["not loaded as a text model", path]);
+}
+
+fn llama() -> Refused {
+    let families = zoo::all();
+    let llama = families.iter().find(|family| family.title() == "llama");
+    Refused::of(llama.unwrap())
+}
+
+/// An adapter for no layer at all, with its classifier, below `folder`; returns the ordering file.
+fn write_xlora(base: &str, folder: &Path) -> PathBuf {
+    use candle_core::{DType, Device, Tensor};
+    std::fs::create_dir_all(folder).unwrap();
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+    let save = |name: &str, tensors: &[(&str, Tensor)]| {
+        let tensors = tensors.iter().cloned().collect();
+        candle_core::safetensors::save(&tensors, folder.join(name)).unwrap();
+    };
+    let classifier = [
+        ("last.weight", zeros(&[1, zoo::HIDDEN])),
+        ("last.bias", zeros(&[1])),
+    ];
+    save("xlora_classifier.safetensors", &classifier);
+    let unused = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight";
+    save(
+        "adapter_1.safetensors",
+        &[(unused, zeros(&[1, zoo::HIDDEN]))],
+    );
+    let adapter = json!({ "r": 1, "lora_alpha": 1.0, "lora_dropout": 0.0, "target_modules": [] });
+    let config = json!({
+        "hidden_size": zoo::HIDDEN, "base_model_id": base, "adapters": ["adapter_1"]
+    });
+    let order = json!({ "order": ["adapter_1"], "layers": {}, "base_model_id": base });
+    for (name, value) in [
+        ("adapter_1.json", adapter),
+        ("xlora_config.json", config),
+        ("order.json", order),
+    ] {
+        std::fs::write(folder.join(name), value.to_string()).unwrap();
+    }
+    folder.join("order.json")
+}
+
+#[test]
+fn x_lora_is_refused() {
+    let refused = llama();
+    let path = refused.target.path.to_str().unwrap();
+    let adapters = refused.folder.path().join("adapters");
+    let order = write_xlora(path, &adapters);
+    let (adapters, order) = (adapters.to_str().unwrap(), order.to_str().unwrap());
+    let message = refused.message(&["-m", path, "--xlora", adapters, "--xlora-order", order]);
+    contains(&message, &["X-LoRA runs the model twice", path]);
+}
+
+#[test]
+fn a_target_without_kv_cache_is_refused() {
+    let refused = llama();
+    let path = refused.target.path.to_str().unwrap();
+    let message = refused.message(&["-m", path, "--no-kv-cache"]);
+    contains(&message, &["leave --no-kv-cache out", path]);
 }

@@ -1,0 +1,354 @@
+//! Every family of targets in the plugin's table, as a tiny random model with the real architecture:
+//! greedy text with speculation is the text without it, with a random draft model and with an oracle
+//! whose drafts are right up to a chosen offset, so that every accept length occurs; and the tapped
+//! layer outputs are those of the layers that they are named after.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use candle_core::{Tensor, D};
+use dflash_bench::engine::{Engine, Generation, Job, Prompt, Setup};
+use dflash_plugin::fault::{DraftHook, FaultPoint};
+use dflash_plugin::host::targets;
+use dflash_plugin::stats::{Fallback, StatsSnapshot};
+use dflash_plugin::trace::Round;
+use dflash_plugin::DFlashMethod;
+use dflash_tests::compare_greedy;
+use dflash_tests::zoo::{self, Family, HIDDEN, LAYERS, TAPS, VOCAB, WINDOW};
+use futures_util::future::join_all;
+
+const PROMPTS: usize = 20;
+const TOKENS: usize = 64;
+const BLOCK_SIZES: [usize; 3] = [2, 8, 16];
+
+macro_rules! families {
+    ($($test:ident: $title:literal,)*) => {
+        $(
+            #[tokio::test(flavor = "multi_thread")]
+            async fn $test() {
+                conforms($title).await;
+            }
+        )*
+        const TITLES: &[&str] = &[$($title),*];
+    };
+}
+
+families! {
+    llama: "llama",
+    mistral: "mistral, sliding window",
+    qwen2: "qwen2",
+    qwen2_window: "qwen2, window in the masks only",
+    qwen3: "qwen3",
+    qwen3_window: "qwen3, sliding window",
+    qwen3_mixed: "qwen3, sliding window in the last layers only",
+    phi3: "phi3, sliding window",
+    phi3_long: "phi3, LongRoPE",
+    glm4: "glm4",
+    smollm3: "smollm3",
+    gemma: "gemma",
+    gemma2: "gemma2, sliding window in every second layer",
+    phi2: "phi2",
+    starcoder2: "starcoder2, sliding window",
+    phi3_5_moe: "phi3.5moe, bias of the head",
+    mixtral: "mixtral, sliding window",
+    qwen3_moe: "qwen3_moe",
+    glm4_moe: "glm4_moe",
+    gpt_oss: "gpt_oss, sliding window in every second layer",
+    deepseek2: "deepseek2",
+    deepseek3: "deepseek3",
+    llama_gguf: "llama (GGUF)",
+    qwen2_gguf: "qwen2 (GGUF)",
+    qwen3_gguf: "qwen3 (GGUF)",
+    phi3_gguf: "phi3 (GGUF)",
+    phi2_gguf: "phi2 (GGUF)",
+    starcoder2_gguf: "starcoder2 (GGUF)",
+}
+
+#[test]
+fn every_family_of_the_table_is_tested_here() {
+    let models = zoo::all();
+    let titles: Vec<String> = models.iter().map(Family::title).collect();
+    assert_eq!(titles, TITLES);
+    let tested = |name: &str| models.iter().any(|model| model.host_name == name);
+    for target in targets::TARGETS {
+        assert_eq!(
+            tested(&target.host_name()),
+            target.untested.is_none(),
+            "{target:?}"
+        );
+    }
+    for model in &models {
+        assert!(
+            targets::find(model.host_name).is_some(),
+            "{}",
+            model.title()
+        );
+    }
+}
+
+fn find(title: &str) -> Family {
+    let family = zoo::all()
+        .into_iter()
+        .find(|family| family.title() == title);
+    family.unwrap_or_else(|| panic!("no model of {title}"))
+}
+
+/// A prompt, and the text that plain decoding gives it.
+struct Case {
+    prompt: Vec<u32>,
+    want: Generation,
+}
+
+impl Case {
+    fn job(&self, max_tokens: usize) -> Job {
+        Job::greedy(Prompt::Tokens(self.prompt.clone()), max_tokens).recorded()
+    }
+}
+
+/// A prompt of 3 to 40 tokens; no two of one length.
+fn prompt(index: usize) -> Vec<u32> {
+    let length = 3 + index * 7 % 38;
+    (0..length)
+        .map(|i| ((i * i * 31 + i * 17 + index * 101) % (VOCAB - 1)) as u32)
+        .collect()
+}
+
+async fn run(engine: &Engine, prompt: Vec<u32>, max_tokens: usize) -> Generation {
+    let job = Job::greedy(Prompt::Tokens(prompt), max_tokens).recorded();
+    engine.generate(&job, |_| ()).await.unwrap()
+}
+
+async fn plain_text(target: &zoo::Target) -> Arc<Vec<Case>> {
+    let plain = Engine::load(&Setup::plain(&target.path)).await.unwrap();
+    let mut cases = Vec::new();
+    for prompt in (0..PROMPTS).map(prompt) {
+        let want = run(&plain, prompt.clone(), TOKENS).await;
+        assert_eq!(want.tokens.len(), TOKENS);
+        cases.push(Case { prompt, want });
+    }
+    let mut seen: Vec<u32> = cases.iter().flat_map(|c| c.want.tokens.clone()).collect();
+    seen.sort_unstable();
+    seen.dedup();
+    assert!(seen.len() > 20, "only {} different tokens", seen.len());
+    Arc::new(cases)
+}
+
+/// Drafts the plain text, with an error at an offset that differs from call to call: the accept
+/// length is that offset.
+fn oracle(cases: Arc<Vec<Case>>) -> DraftHook {
+    let calls = AtomicUsize::new(0);
+    Arc::new(move |tokens, drafts| {
+        let known = cases.iter().find_map(|case| {
+            let generated = tokens.strip_prefix(case.prompt.as_slice())?;
+            case.want.tokens.strip_prefix(generated)
+        });
+        let Some(future) = known else {
+            return;
+        };
+        for (draft, token) in drafts.iter_mut().zip(future) {
+            *draft = *token;
+        }
+        let call = calls.fetch_add(1, Ordering::Relaxed) as u64 + 1;
+        let wrong = (call.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33) as usize % (drafts.len() + 1);
+        if let Some(draft) = drafts.get_mut(wrong) {
+            *draft = (*draft + 1) % VOCAB as u32;
+        }
+    })
+}
+
+fn check_text(what: &str, cases: &[Case], got: &[Generation]) {
+    for (case, got) in cases.iter().zip(got) {
+        let what = format!("{what}, prompt of {}", case.prompt.len());
+        let differ = compare_greedy(&what, &case.want.tokens, &case.want.gaps, &got.tokens);
+        if let Some(at) = differ.unwrap() {
+            println!("{what}: differs at token {at}, a near tie");
+        }
+    }
+}
+
+fn check_steps(what: &str, family: &Family, stats: &StatsSnapshot) {
+    let is_allowed = |reason: &Fallback| family.has_plain_steps && *reason == Fallback::NoRoom;
+    assert!(
+        stats.fallbacks.keys().all(is_allowed),
+        "{what}: plain steps: {stats:?}"
+    );
+    assert_eq!(
+        !stats.fallbacks.is_empty(),
+        family.has_plain_steps,
+        "{what}: {stats:?}"
+    );
+}
+
+async fn conforms(title: &str) {
+    let family = find(title);
+    let folder = tempfile::tempdir().unwrap();
+    let target = family.write_target(LAYERS, &folder.path().join("target"));
+    let drafter = zoo::write_drafter(&folder.path().join("drafter"));
+    let cases = plain_text(&target).await;
+    for block_size in BLOCK_SIZES {
+        let setup = Setup::dflash(&target.path, &drafter, Some(block_size));
+
+        // Together, so that batches of unequal lengths occur.
+        let engine = Engine::load(&setup).await.unwrap();
+        let jobs: Vec<Job> = cases.iter().map(|case| case.job(TOKENS)).collect();
+        let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
+        let got: Vec<_> = join_all(running)
+            .await
+            .into_iter()
+            .map(Result::unwrap)
+            .collect();
+        let what = format!("{title}, block {block_size}, random draft model");
+        check_text(&what, &cases, &got);
+        check_steps(&what, &family, &engine.stats());
+
+        let method = DFlashMethod::new().with_drafts(oracle(cases.clone()));
+        let engine = Engine::load_with(&setup, method).await.unwrap();
+        let mut got = Vec::new();
+        for case in cases.iter() {
+            got.push(engine.generate(&case.job(TOKENS), |_| ()).await.unwrap());
+        }
+        let what = format!("{title}, block {block_size}, oracle");
+        check_text(&what, &cases, &got);
+        let stats = engine.stats();
+        check_steps(&what, &family, &stats);
+        assert_eq!(stats.accepts.len(), block_size, "{what}: {stats:?}");
+        assert!(stats.accepts.iter().all(|n| *n > 0), "{what}: {stats:?}");
+        println!("{what}: steps by accept length {:?}", stats.accepts);
+    }
+    taps_are_layer_outputs(&family, &target, &drafter, &cases).await;
+}
+
+/// Largest difference, relative to the largest value.
+fn difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    let largest = a.iter().fold(0f32, |most, x| most.max(x.abs()));
+    let differ = a.iter().zip(b).map(|(a, b)| (a - b).abs());
+    differ.fold(0f32, f32::max) / largest.max(1e-6)
+}
+
+/// Two independent ways. A model that ends after the tapped layer must have the logits that final
+/// norm and head give for the tap. And a verify pass must tap what one pass over the whole text does.
+async fn taps_are_layer_outputs(
+    family: &Family,
+    target: &zoo::Target,
+    drafter: &std::path::Path,
+    cases: &Arc<Vec<Case>>,
+) {
+    const MOST: f32 = 1e-3;
+    let title = family.title();
+    let taps: Arc<Mutex<Vec<Tensor>>> = Arc::default();
+    let rounds: Arc<Mutex<Vec<Round>>> = Arc::default();
+    let (taps_seen, rounds_seen) = (taps.clone(), rounds.clone());
+    let method = DFlashMethod::new()
+        .with_drafts(oracle(cases.clone()))
+        .with_taps(Arc::new(move |tap| {
+            taps_seen.lock().unwrap().push(tap.clone());
+        }))
+        .with_observer(Arc::new(move |round| {
+            rounds_seen.lock().unwrap().push(round.clone());
+        }));
+    let setup = Setup::dflash(&target.path, drafter, Some(8));
+    let engine = Engine::load_with(&setup, method).await.unwrap();
+    // The host tries the model out when it starts.
+    taps.lock().unwrap().clear();
+    rounds.lock().unwrap().clear();
+    // With its answer longer than a window and shorter than LongRoPE's first stretch.
+    let case = cases.iter().find(|case| case.prompt.len() == 24).unwrap();
+    let verified = run(&engine, case.prompt.clone(), 24).await;
+    let taps_of_run = std::mem::take(&mut *taps.lock().unwrap());
+    let rounds = std::mem::take(&mut *rounds.lock().unwrap());
+
+    let prompt_taps = taps_of_run[0].squeeze(0).unwrap();
+    let last = prompt_taps.dim(0).unwrap() - 1;
+    assert_eq!(last + 1, case.prompt.len());
+    let tap = |i: usize| {
+        let row = prompt_taps.get(last).unwrap();
+        row.narrow(0, i * HIDDEN, HIDDEN).unwrap()
+    };
+    for (i, layer) in TAPS.into_iter().enumerate() {
+        let folder = tempfile::tempdir().unwrap();
+        let cut = family.write_target(layer + 1, folder.path());
+        let engine = Engine::load(&Setup::plain(&cut.path)).await.unwrap();
+        let want = run(&engine, case.prompt.clone(), 1).await.first_logits;
+        let differ = difference(&want, &target.logits(&tap(i)).unwrap());
+        assert!(differ < MOST, "{title}: tap of layer {layer}: {differ}");
+        let differ = difference(&want, &target.logits(&tap(1 - i)).unwrap());
+        assert!(differ > 0.05, "{title}: all taps are alike: {differ}");
+    }
+
+    let text: Vec<u32> = [&case.prompt[..], &verified.tokens[..]].concat();
+    run(&engine, text, 1).await;
+    let whole = taps.lock().unwrap()[0].squeeze(0).unwrap();
+    assert!(rounds.iter().any(|round| round.accepted > 3), "{title}");
+    assert!(
+        rounds.iter().any(|round| round.position > WINDOW),
+        "{title}"
+    );
+    for (round, tapped) in rounds.iter().zip(&taps_of_run[1..]) {
+        let rows = round.emitted.len();
+        let got = tapped.squeeze(0).unwrap().narrow(0, 0, rows).unwrap();
+        let want = whole.narrow(0, round.position, rows).unwrap();
+        let flat = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let differ = difference(&flat(&want), &flat(&got));
+        assert!(differ < MOST, "{title}: verify pass: {round:?}: {differ}");
+    }
+    let width = whole.dim(D::Minus1).unwrap();
+    assert_eq!(width, TAPS.len() * HIDDEN);
+}
+
+/// The oracle is a test of the accept rule only if a wrong one shows.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_accept_rule_shows() {
+    let family = find("mistral, sliding window");
+    let folder = tempfile::tempdir().unwrap();
+    let target = family.write_target(LAYERS, &folder.path().join("target"));
+    let drafter = zoo::write_drafter(&folder.path().join("drafter"));
+    let cases = plain_text(&target).await;
+    let method = DFlashMethod::new()
+        .with_drafts(oracle(cases.clone()))
+        .with_fault(Arc::new(|at| at == FaultPoint::Accept));
+    let setup = Setup::dflash(&target.path, &drafter, Some(8));
+    let engine = Engine::load_with(&setup, method).await.unwrap();
+    let got = engine
+        .generate(&cases[0].job(TOKENS), |_| ())
+        .await
+        .unwrap();
+    assert_ne!(got.tokens, cases[0].want.tokens);
+}
+
+/// A second turn continues from the first one's KV, which is longer than the window.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefix_hit_past_the_window_gives_the_same_text() {
+    for title in [
+        "mistral, sliding window",
+        "gemma2, sliding window in every second layer",
+        "gpt_oss, sliding window in every second layer",
+    ] {
+        let family = find(title);
+        let folder = tempfile::tempdir().unwrap();
+        let target = family.write_target(LAYERS, &folder.path().join("target"));
+        let drafter = zoo::write_drafter(&folder.path().join("drafter"));
+        let plain = Setup::plain(&target.path);
+        let dflash = Setup::dflash(&target.path, &drafter, Some(8));
+        let without_cache = Engine::load(&plain).await.unwrap();
+        let first = prompt(8);
+        let answer = run(&without_cache, first.clone(), TOKENS).await;
+        let second = [&first[..], &answer.tokens[..], &prompt(1)[..]].concat();
+        let want = run(&without_cache, second.clone(), TOKENS).await;
+        for setup in [plain, dflash] {
+            let setup = Setup {
+                prefix_cache_n: 4,
+                ..setup
+            };
+            let engine = Engine::load(&setup).await.unwrap();
+            run(&engine, first.clone(), TOKENS).await;
+            let got = run(&engine, second.clone(), TOKENS).await;
+            let what = format!("{title}, draft model {}", setup.draft.is_some());
+            compare_greedy(&what, &want.tokens, &want.gaps, &got.tokens).unwrap();
+            if setup.draft.is_some() {
+                let stats = engine.stats();
+                assert_eq!(stats.restored, 1, "{what}: {stats:?}");
+            }
+        }
+    }
+}
