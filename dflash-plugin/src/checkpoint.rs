@@ -54,7 +54,7 @@ pub(crate) struct StoredTensor {
 
 impl Checkpoint {
     /// Opens the folder `dir` and checks config and tensor list (11 tensors a layer and 3 more, plus 4
-    /// biases a layer with `attention_bias`).
+    /// biases a layer with `attention_bias`, and 2 for a reduced vocabulary).
     ///
     /// # Errors
     /// [`DFlashError::Config`] and [`DFlashError::Unsupported`] from the config;
@@ -78,8 +78,8 @@ impl Checkpoint {
                  used for the mask token",
             ));
         }
-        let tensors = stored_tensors(dir)?;
-        expected::check(&config, dir, &tensors)?;
+        let mut tensors = stored_tensors(dir)?;
+        expected::check(&config, dir, &mut tensors)?;
         Ok(Self {
             dir: dir.to_path_buf(),
             config,
@@ -118,6 +118,7 @@ impl Checkpoint {
     pub fn num_parameters(&self) -> usize {
         self.tensors
             .values()
+            .filter(|tensor| tensor.dtype.is_float())
             .map(|tensor| tensor.shape.iter().product::<usize>())
             .sum()
     }

@@ -2,17 +2,21 @@
 //!
 //! Published checkpoints spread the same facts over several dialects: keys at the top level or inside
 //! `dflash_config` (which wins), RoPE settings in `rope_scaling` or `rope_parameters`, causality per
-//! layer type or forced for all layers. [`DraftConfig`] is what remains after all of that is resolved.
+//! layer type or forced for all layers; other trainers use other names (`config/speculators.rs`) or
+//! train other rows to predict (`config/harvest.rs`). [`DraftConfig`] is what remains after all of that is resolved.
 //! Variants that would load but compute something else are refused (`config/refuse.rs`).
 
 mod attention;
+mod harvest;
 mod keys;
 mod refuse;
 mod rope;
+mod speculators;
 
 use std::path::Path;
 
 pub use attention::LayerAttention;
+pub use harvest::Harvest;
 pub use rope::{RopeConfig, RopeScaling};
 
 use crate::error::{DFlashError, Result};
@@ -37,6 +41,8 @@ const MAX_BLOCK: usize = 1024;
 pub struct DraftConfig {
     /// Tokens in a block: the anchor and `block_size - 1` masks. From 2 to 1024.
     pub block_size: usize,
+    /// Which of them predict drafts.
+    pub harvest: Harvest,
     /// Width of the draft model's residual stream, equal to the target's embedding width.
     pub hidden_size: usize,
     /// Width of one tap. `hidden_size` unless the checkpoint says otherwise.
@@ -55,6 +61,11 @@ pub struct DraftConfig {
     pub rms_norm_eps: f64,
     /// Vocabulary size that the draft model was trained with.
     pub vocab_size: usize,
+    /// Tokens that the draft model can draft, if it has a head of its own for a part of the
+    /// vocabulary.
+    pub draft_vocab_size: Option<usize>,
+    /// Whether the checkpoint may carry copies of the target's embedding and head.
+    pub may_carry_copies: bool,
     /// Positions `0..max_position_embeddings` may be used.
     pub max_position_embeddings: usize,
     /// Rotary embedding.
@@ -103,6 +114,9 @@ impl DraftConfig {
     pub fn from_json(json: &str) -> Result<Self> {
         let root: serde_json::Value = serde_json::from_str(json)
             .map_err(|e| DFlashError::config("config.json", format!("not valid JSON: {e}")))?;
+        let kind = root.get("speculators_model_type");
+        let is_speculators = kind.is_some_and(|kind| !kind.is_null());
+        let root = speculators::rewrite(root)?;
         let keys = Keys::new(&root)?;
         refuse::refuse_unsupported(&keys)?;
 
@@ -116,6 +130,9 @@ impl DraftConfig {
         let num_target_layers = keys.optional_size("num_target_layers", MAX_LAYERS)?;
         Ok(Self {
             block_size,
+            harvest: harvest::parse(&keys)?,
+            draft_vocab_size: draft_vocab_size(&keys, vocab_size)?,
+            may_carry_copies: is_speculators || harvest::is_deepspec(&keys)?,
             hidden_size,
             target_hidden_size: keys
                 .optional_size("target_hidden_size", MAX_DIM)?
@@ -140,6 +157,11 @@ impl DraftConfig {
             logit_scale: keys.optional_positive("logit_scale")?,
             final_logit_softcapping: keys.optional_positive("final_logit_softcapping")?,
         })
+    }
+
+    /// Rows of the longest verify pass: the anchor, and the drafts that a block gives.
+    pub fn verify_rows(&self) -> usize {
+        self.block_size + self.harvest.shift()
     }
 
     /// Number of taps: the listed target layers, or one for each draft layer.
@@ -266,6 +288,20 @@ fn block_size(keys: &Keys, max_positions: usize) -> Result<usize> {
         return Err(entry.error(format!("expected at most {MAX_BLOCK}, found {block_size}")));
     }
     Ok(block_size)
+}
+
+/// The size of a reduced draft vocabulary.
+fn draft_vocab_size(keys: &Keys, vocab_size: usize) -> Result<Option<usize>> {
+    let Some(entry) = keys.either("draft_vocab_size") else {
+        return Ok(None);
+    };
+    let size = entry.size(u32::MAX as usize)?;
+    match size > vocab_size {
+        true => Err(entry.error(format!(
+            "expected at most `vocab_size` {vocab_size}, found {size}"
+        ))),
+        false => Ok((size < vocab_size).then_some(size)),
+    }
 }
 
 fn rms_norm_eps(keys: &Keys) -> Result<f64> {

@@ -37,12 +37,12 @@ pub struct DFlashWorker {
 }
 
 impl DFlashWorker {
-    /// `block_size`: anchor and drafts, `2..=` the checkpoint's.
+    /// `block_size`: anchor and drafts, `2..=` the checkpoint's [`DraftConfig::verify_rows`].
     ///
     /// # Errors
     /// If the block size is outside that range.
     pub fn new(model: DraftModel, mask_token: u32, block_size: usize) -> Result<Self> {
-        let trained = model.config().block_size;
+        let trained = model.config().verify_rows();
         if !(2..=trained).contains(&block_size) {
             return Err(DFlashError::input(
                 "speculative block size (--speculative-block-size, or block_size in \
@@ -83,8 +83,9 @@ impl DFlashWorker {
 
     /// Draft `rows - 1` tokens for every job in one forward pass (any context lengths).
     ///
-    /// The block is `[anchor, MASK, ..]` at positions `n..n + rows`; the drafts are the argmax of
-    /// the target's head on rows `1..`. Does not change the jobs' K/V.
+    /// The block is `[anchor, MASK, ..]` at positions `n..`; the drafts are the argmax of the target's
+    /// head, or of the draft model's own, on the rows that [`crate::config::Harvest`] names. Does not
+    /// change the jobs' K/V.
     ///
     /// # Errors
     /// If `rows` is not within `2..=block_size`.
@@ -131,7 +132,8 @@ impl DFlashWorker {
                 rows.to_string(),
             ));
         }
-        let (batch, block) = (anchors.len(), rows);
+        let shift = self.config().harvest.shift();
+        let (batch, block) = (anchors.len(), rows - shift);
         let mut ids = vec![self.mask_token; batch * block];
         for (row, anchor) in ids.chunks_mut(block).zip(anchors) {
             row[0] = *anchor;
@@ -144,17 +146,23 @@ impl DFlashWorker {
                 .reshape((batch, block, ()))?;
         let hidden = forward(&embeds)?;
         let width = hidden.dim(D::Minus1)?;
-        // [batch, block, hidden] -> [batch * (block - 1), hidden]: the anchor's row predicts nothing.
+        // [batch, block, hidden] -> [batch * (rows - 1), hidden]
+        let count = rows - 1;
         let hidden = hidden
-            .narrow(1, 1, block - 1)?
-            .reshape((batch * (block - 1), width))?;
-        let logits = target.logits(&hidden)?;
-        let drafts = match logits.device() {
-            Device::Cpu => logits.argmax(D::Minus1)?.to_dtype(DType::U32)?,
-            _ => dflash_kernels::argmax_last(&logits.contiguous()?)?,
+            .narrow(1, block - count, count)?
+            .reshape((batch * count, width))?;
+        let drafts = match self.model.own_choices(&hidden)? {
+            Some(drafts) => drafts,
+            None => {
+                let logits = target.logits(&hidden)?;
+                let drafts = match logits.device() {
+                    Device::Cpu => logits.argmax(D::Minus1)?.to_dtype(DType::U32)?,
+                    _ => dflash_kernels::argmax_last(&logits.contiguous()?)?,
+                };
+                drafts.to_vec1::<u32>()?
+            }
         };
-        let drafts = drafts.to_vec1::<u32>()?;
-        Ok(drafts.chunks(block - 1).map(<[u32]>::to_vec).collect())
+        Ok(drafts.chunks(count).map(<[u32]>::to_vec).collect())
     }
 
     /// Append the draft K/V of `rows` new context rows at positions `kv.len()..`.

@@ -179,9 +179,23 @@ fn other_kinds_of_draft_model_are_refused_by_name() {
         architecture("DFlash2DraftModel"),
         &["architectures", "DFlash 2"],
     );
+    let dspark = |edit: Value| {
+        let mut json = with(edit);
+        json["architectures"] = json!(["Qwen3DSparkModel"]);
+        json
+    };
     assert_unsupported(
-        architecture("Qwen3DSparkModel"),
+        dspark(json!({"markov_rank": 256})),
         &["DSpark", "DFlashDraftModel"],
+    );
+    assert_unsupported(
+        dspark(json!({"markov_rank": 0, "enable_confidence_head": true})),
+        &["enable_confidence_head", "DSpark"],
+    );
+    assert_refused(dspark(json!({})), &["markov_rank", "missing"]);
+    assert_refused(
+        dspark(json!({"markov_rank": 0, "sample_from_anchor": false})),
+        &["sample_from_anchor", "Qwen3DSparkModel"],
     );
     assert_unsupported(architecture("MuseGlimmerAssistantModel"), &["Muse-Glimmer"]);
     assert_unsupported(
@@ -224,20 +238,12 @@ fn other_kinds_of_draft_model_are_refused_by_name() {
     }
     for (edit, parts) in [
         (
-            json!({"sample_from_anchor": true}),
-            ["sample_from_anchor", "speculators"],
-        ),
-        (
-            json!({"draft_vocab_size": 80}),
-            ["draft_vocab_size", "speculators"],
-        ),
-        (
-            json!({"speculators_model_type": "dflash"}),
-            ["speculators_model_type", "convert"],
+            json!({"speculators_model_type": "eagle3"}),
+            ["speculators_model_type", "eagle3"],
         ),
         (
             json!({"aux_hidden_state_layer_ids": [2, 10]}),
-            ["aux_hidden_state_layer_ids", "shifted"],
+            ["aux_hidden_state_layer_ids", "speculators_model_type"],
         ),
         (
             json!({"hidden_act": "gelu"}),

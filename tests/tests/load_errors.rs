@@ -168,7 +168,7 @@ async fn a_target_of_another_family_is_refused_with_the_list_of_what_works() {
     let error = refused.error().await;
     let path = refused.folder.path().join("target").display().to_string();
     contains(&error, &["safetensors: llama,", "GGUF: llama,", &path]);
-    contains(&error, &["does not lend"]);
+    contains(&error, &["not among those that are known to work"]);
     // Without DFlash the same model loads.
     assert!(Engine::load(&Setup::plain(&refused.target.path))
         .await
@@ -190,9 +190,7 @@ fn a_target_that_is_no_text_model_is_refused() {
 }
 
 fn llama() -> Refused {
-    let families = zoo::all();
-    let llama = families.iter().find(|family| family.title() == "llama");
-    Refused::of(llama.unwrap())
+    Refused::of(&zoo::find("llama"))
 }
 
 /// An adapter for no layer at all, with its classifier, below `folder`; returns the ordering file.

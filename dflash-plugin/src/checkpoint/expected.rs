@@ -20,6 +20,10 @@ pub(super) fn expected_tensors(cfg: &DraftConfig) -> BTreeMap<String, Vec<usize>
         ("hidden_norm.weight".to_string(), vec![hidden]),
         ("norm.weight".to_string(), vec![hidden]),
     ]);
+    if let Some(size) = cfg.draft_vocab_size {
+        tensors.insert("lm_head.weight".into(), vec![size, hidden]);
+        tensors.insert("d2t".into(), vec![size]);
+    }
     let in_layer = [
         ("input_layernorm", vec![hidden]),
         ("post_attention_layernorm", vec![hidden]),
@@ -45,13 +49,29 @@ pub(super) fn expected_tensors(cfg: &DraftConfig) -> BTreeMap<String, Vec<usize>
     tensors
 }
 
-/// Fails on the first tensor that is not expected, missing, or of the wrong shape.
+/// Tensors that other trainers write although they are the target's, or follow from others.
+const COPIES: [&str; 6] = [
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+    "t2d",
+    "d2t",
+];
+
+/// Fails on the first tensor that is not expected, missing, or of the wrong shape. Copies of what is
+/// the target's are taken out where they may be.
 pub(super) fn check(
     cfg: &DraftConfig,
     dir: &Path,
-    found: &BTreeMap<String, StoredTensor>,
+    found: &mut BTreeMap<String, StoredTensor>,
 ) -> Result<()> {
     let expected = expected_tensors(cfg);
+    found.retain(|name, _| {
+        let is_copy = COPIES.contains(&name.as_str()) && !expected.contains_key(name);
+        let is_inverse = name == "t2d" && cfg.draft_vocab_size.is_some();
+        !(is_copy && (cfg.may_carry_copies || is_inverse))
+    });
     // Unexpected ones first: they tell which variant of the format this is, while the tensors that
     // the variant lacks only tell that it is another one.
     if let Some((name, tensor)) = found.iter().find(|(name, _)| !expected.contains_key(*name)) {
@@ -79,7 +99,7 @@ fn unexpected(cfg: &DraftConfig, name: &str, tensor: &StoredTensor) -> DFlashErr
     } else if name.starts_with("candidate_selector") || name.contains("_conv.") {
         "belongs to DFlash 2, which is not supported".to_string()
     } else if name == "d2t" || name == "t2d" {
-        "maps a reduced draft vocabulary (speculators format), which is not supported".to_string()
+        "maps a reduced draft vocabulary; add its size as `draft_vocab_size`".to_string()
     } else if name.contains("mask_hidden") || name.contains("mask_embedding") {
         "a trained mask embedding, which is not supported".to_string()
     } else if name.ends_with("_proj.bias") && !cfg.attention_bias {
@@ -106,7 +126,12 @@ fn missing(
     found: &BTreeMap<String, StoredTensor>,
 ) -> DFlashError {
     let count = expected.keys().filter(|n| !found.contains_key(*n)).count();
-    let hint = if name.ends_with(".bias") {
+    let hint = if let Some(size) = cfg
+        .draft_vocab_size
+        .filter(|_| !name.starts_with("layers."))
+    {
+        format!("`draft_vocab_size` {size} announces a reduced vocabulary")
+    } else if name.ends_with(".bias") {
         "`attention_bias` is true; add the bias or set the key to false".to_string()
     } else {
         format!(
@@ -131,7 +156,9 @@ fn wrong_shape(
     tensor: &StoredTensor,
     shape: &[usize],
 ) -> DFlashError {
-    let keys = if name == "fc.weight" {
+    let keys = if name == "d2t" || name == "lm_head.weight" {
+        "`draft_vocab_size` and `hidden_size`".to_string()
+    } else if name == "fc.weight" {
         format!(
             "[`hidden_size`, taps × `target_hidden_size`] with {} taps of {}; check \
              `dflash_config.target_layer_ids`",

@@ -43,6 +43,9 @@ pub(super) fn read_header(file: &Path) -> Result<Vec<StoredTensor>> {
             "F32" => DType::F32,
             "F16" => DType::F16,
             "BF16" => DType::BF16,
+            // Vocabulary maps: offsets, and flags of one byte.
+            "I64" if name.ends_with("d2t") => DType::I64,
+            "BOOL" if name.ends_with("t2d") => DType::U8,
             other => {
                 return Err(fail(format!(
                     "expected the type F32, F16 or BF16, found {other}; convert the checkpoint"

@@ -2,6 +2,7 @@
 //!
 //! A wrong variant still yields the right text and only drafts badly, so it must not load at all.
 
+use super::harvest;
 use super::keys::{describe, Entry, Keys};
 use crate::error::{DFlashError, Result};
 
@@ -9,11 +10,11 @@ use crate::error::{DFlashError, Result};
 const ARCHITECTURE: &str = "DFlashDraftModel";
 
 const DFLASH2: &str = "DFlash 2 (in-block convolutions and a candidate selector)";
-const DSPARK: &str = "DSpark / DeepSpec (drafts from the anchor, Markov head)";
+const DSPARK: &str = "DSpark (a Markov or confidence head)";
 const DOMINO: &str = "Domino (a projector behind the draft model)";
 const SPECULATORS: &str =
-    "the speculators format (shifted layer ids, reduced vocabulary); convert the checkpoint to \
-     z-lab's format";
+    "a key of the speculators format without its `speculators_model_type`; add that, or convert the \
+     config to z-lab's keys";
 const SINKS: &str = "attention sinks, a value scale or forced windows (MiMo)";
 
 /// Keys that, when switched on at the top level or in `dflash_config`, mean another model.
@@ -25,8 +26,6 @@ const FOREIGN: &[(&str, &str)] = &[
     ("markov_rank", DSPARK),
     ("markov_head_type", DSPARK),
     ("enable_confidence_head", DSPARK),
-    ("sample_from_anchor", SPECULATORS),
-    ("speculators_model_type", SPECULATORS),
     ("speculators_config", SPECULATORS),
     ("transformer_layer_config", SPECULATORS),
     ("aux_hidden_state_layer_ids", SPECULATORS),
@@ -48,6 +47,7 @@ const FOREIGN: &[(&str, &str)] = &[
 const KNOWN_NESTED: &[&str] = &[
     "block_size",
     "causal",
+    "draft_vocab_size",
     "final_logit_softcapping",
     "input_embedding_scale",
     "logit_scale",
@@ -56,6 +56,7 @@ const KNOWN_NESTED: &[&str] = &[
     "num_target_layers",
     "output_multiplier",
     "projector_type",
+    "sample_from_anchor",
     "attention_mode",
     "sliding_window",
     "target_hidden_size",
@@ -82,14 +83,6 @@ pub(super) fn refuse_unsupported(keys: &Keys) -> Result<()> {
         1.0,
         "RoPE on a part of each head",
     )?;
-    // Without `vocab_size`, any reduced vocabulary is foreign: nothing equals NaN.
-    let vocab_size = keys.top("vocab_size").and_then(|e| e.value.as_f64());
-    only_number(
-        keys,
-        "draft_vocab_size",
-        vocab_size.unwrap_or(f64::NAN),
-        SPECULATORS,
-    )?;
     for name in keys.nested_names() {
         let foreign = FOREIGN.iter().any(|(key, _)| *key == name);
         if !foreign && !KNOWN_NESTED.contains(&name) {
@@ -105,7 +98,7 @@ fn architecture(keys: &Keys) -> Result<()> {
         return Ok(());
     };
     let names = entry.strings()?;
-    if names.is_empty() || names.contains(&ARCHITECTURE) {
+    if names.is_empty() || names.contains(&ARCHITECTURE) || harvest::is_deepspec(keys)? {
         return Ok(());
     }
     let meaning = match names[0] {

@@ -5,6 +5,7 @@
 //! and are applied by the caller.
 
 mod attention;
+mod head;
 mod layer;
 mod linear;
 mod rope;
@@ -19,6 +20,7 @@ use crate::error::{DFlashError, Result};
 use crate::kv::SequenceKv;
 use crate::pool::{DraftPool, PooledContexts};
 use attention::{BlockMask, SequenceMasks};
+use head::DraftHead;
 use layer::{Contexts, Layer, LayerParts};
 use linear::Linear;
 use rope::RopeTable;
@@ -29,6 +31,8 @@ pub struct DraftModel {
     fc: Linear,
     hidden_norm: Tensor,
     norm: Tensor,
+    /// For a reduced vocabulary; otherwise the target's head is used.
+    head: Option<DraftHead>,
     layers: Vec<Layer>,
     /// K rows of all layers, then V rows of all layers: `[2 * layers * kv_heads * head_dim, hidden]`.
     context_proj: Linear,
@@ -90,6 +94,10 @@ impl DraftModel {
             )?,
             hidden_norm: vb.get(hidden, "hidden_norm.weight")?,
             norm: vb.get(hidden, "norm.weight")?,
+            head: match config.draft_vocab_size {
+                Some(size) => Some(DraftHead::load(config, size, &vb)?),
+                None => None,
+            },
             layers,
             context_proj,
             context_k_norm: Tensor::cat(&key_norms, 0)?.contiguous()?,
@@ -275,6 +283,18 @@ impl DraftModel {
         }
         let hidden = rms_norm(&x, &self.norm, self.eps())?;
         Ok(hidden.reshape((batch, block, self.config.hidden_size))?)
+    }
+
+    /// The best tokens of the draft model's own head, if it has one: `[rows, hidden]` (from
+    /// [`DraftModel::forward_block`]) to one token of the target a row.
+    ///
+    /// # Errors
+    /// Only those of candle.
+    pub fn own_choices(&self, hidden: &Tensor) -> Result<Option<Vec<u32>>> {
+        self.head
+            .as_ref()
+            .map(|head| head.choose(hidden))
+            .transpose()
     }
 
     /// An empty context for one sequence.

@@ -40,7 +40,7 @@ pub fn join(
         resolve_mask_token(config, &|token| tokenizer.token_to_id(token), shape.vocab)?;
     let dtype = target.get_metadata().activation_dtype;
     let model = checkpoint.load(dtype, &target.device())?;
-    let block_size = block_size.unwrap_or(config.block_size);
+    let block_size = block_size.unwrap_or(config.verify_rows());
     let worker = DFlashWorker::new(model, mask_token, block_size)?;
     // Only now: without a draft model, sliding windows save memory.
     if target.get_metadata().cache_config.is_none() {

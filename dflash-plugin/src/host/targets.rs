@@ -67,6 +67,7 @@ use Format::{Gguf, Safetensors};
 const LONG_ROPE: &str = "with LongRoPE: plain steps past `original_max_position_embeddings`, and \
                          batches of sequences of equal length only";
 const MASKED_WINDOW: &str = "with `sliding_window` below the context length: plain steps past it";
+const MIXED_WINDOW: &str = "with a window in some layers only: plain steps past it";
 
 /// Every family that can be used.
 pub const TARGETS: &[TargetFamily] = &[
@@ -80,8 +81,20 @@ pub const TARGETS: &[TargetFamily] = &[
         Whole,
         MASKED_WINDOW,
     ),
-    family("qwen3", Safetensors, "Qwen3ForCausalLM", Window, ""),
-    family("qwen3_moe", Safetensors, "Qwen3MoeForCausalLM", Window, ""),
+    family(
+        "qwen3",
+        Safetensors,
+        "Qwen3ForCausalLM",
+        Window,
+        MIXED_WINDOW,
+    ),
+    family(
+        "qwen3_moe",
+        Safetensors,
+        "Qwen3MoeForCausalLM",
+        Window,
+        MIXED_WINDOW,
+    ),
     family(
         "gemma",
         Safetensors,
@@ -118,7 +131,7 @@ pub const TARGETS: &[TargetFamily] = &[
     family("gpt_oss", Safetensors, "GptOssForCausalLM", Window, ""),
     family("deepseek2", Safetensors, "DeepseekV2ForCausalLM", Whole, ""),
     family("deepseek3", Safetensors, "DeepseekV3ForCausalLM", Whole, ""),
-    family("llama", Gguf, "llama", Whole, ""),
+    family("llama", Gguf, "llama", Whole, "`mistral3` too"),
     family("qwen2", Gguf, "qwen2", Whole, ""),
     family("qwen3", Gguf, "qwen3", Whole, ""),
     TargetFamily {
@@ -176,7 +189,7 @@ impl Refusal {
                 "it runs with paged attention, which DFlash cannot use yet; add --paged-attn off"
             }
             Self::NoKvCache => "its KV cache is off; leave --no-kv-cache out",
-            Self::Family => "its family does not lend its embedding and output head",
+            Self::Family => "its family is not among those that are known to work",
         }
     }
 }

@@ -4,13 +4,14 @@
 //! Values come from one stream in a fixed order with the layers last, so a model with fewer layers
 //! has the same weights in those that it has.
 
+mod drafter;
 mod gguf;
 mod safetensors;
 
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Tensor, D};
-use serde_json::json;
+pub use drafter::{write_drafter, write_export, Export};
 
 use crate::weights::Weights;
 
@@ -23,7 +24,6 @@ pub const TAPS: [usize; 2] = [0, 2];
 pub const WINDOW: usize = 24;
 pub const POSITIONS: usize = 512;
 const INTER: usize = 96;
-const DRAFT_LAYERS: usize = 2;
 
 /// How a model normalises before its head.
 #[derive(Debug, Clone, Copy)]
@@ -145,45 +145,18 @@ impl Family {
     }
 }
 
-/// Write a draft model for any of them below `folder`.
-pub fn write_drafter(folder: &Path) -> PathBuf {
-    std::fs::create_dir_all(folder).unwrap();
-    let mut weights = Weights::new(1007);
-    weights.matrix("fc", HIDDEN, TAPS.len() * HIDDEN);
-    weights.norm("hidden_norm", HIDDEN);
-    weights.norm("norm", HIDDEN);
-    for i in 0..DRAFT_LAYERS {
-        let layer = |name: &str| format!("layers.{i}.{name}");
-        weights.norm(&layer("input_layernorm"), HIDDEN);
-        weights.norm(&layer("post_attention_layernorm"), HIDDEN);
-        for (name, rows) in [("q_proj", 64), ("k_proj", 32), ("v_proj", 32)] {
-            weights.matrix(&layer(&format!("self_attn.{name}")), rows, HIDDEN);
-        }
-        weights.matrix(&layer("self_attn.o_proj"), HIDDEN, 64);
-        weights.norm(&layer("self_attn.q_norm"), 16);
-        weights.norm(&layer("self_attn.k_norm"), 16);
-        weights.matrix(&layer("mlp.gate_proj"), INTER, HIDDEN);
-        weights.matrix(&layer("mlp.up_proj"), INTER, HIDDEN);
-        weights.matrix(&layer("mlp.down_proj"), HIDDEN, INTER);
-    }
-    let config = json!({
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_act": "silu",
-        "hidden_size": HIDDEN, "intermediate_size": INTER, "vocab_size": VOCAB,
-        "num_hidden_layers": DRAFT_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "max_position_embeddings": POSITIONS,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": false,
-        "num_target_layers": LAYERS, "block_size": 16,
-        "dflash_config": { "mask_token_id": VOCAB - 1, "target_layer_ids": TAPS }
-    });
-    weights.save(folder, &config);
-    folder.into()
-}
-
 /// Every family.
 pub fn all() -> Vec<Family> {
     let mut families = safetensors::families();
     families.extend(gguf::families());
     families
+}
+
+/// The model of this family and variant.
+pub fn find(title: &str) -> Family {
+    let mut families = all().into_iter();
+    let family = families.find(|family| family.title() == title);
+    family.unwrap_or_else(|| panic!("no model of {title}"))
 }
 
 /// A model of a family that the plugin refuses.
