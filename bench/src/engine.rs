@@ -163,6 +163,8 @@ pub struct Setup {
     pub prefix_cache_n: usize,
     pub max_seqs: usize,
     pub place: Place,
+    /// In-situ quantization of the target, such as `Q8_0`.
+    pub isq: Option<String>,
 }
 
 impl Setup {
@@ -175,6 +177,7 @@ impl Setup {
             prefix_cache_n: 0,
             max_seqs: 32,
             place: Place::from_env(),
+            isq: None,
         }
     }
 
@@ -298,6 +301,7 @@ impl Engine {
             .with_token_source(TokenSource::None)
             .with_interactive_mode(true)
             .with_prefix_cache_n(setup.prefix_cache_n)
+            .with_in_situ_quant_optional(setup.isq.clone())
             .with_speculation(speculation)
             .build()
             .await?;

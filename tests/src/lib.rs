@@ -3,6 +3,7 @@
 //! `cargo xtask test` makes the models and sets the variables; without it the default places in
 //! the repository are used, and a test whose model is missing fails and says so.
 
+pub mod oracle;
 pub mod server;
 pub mod tiny;
 mod tokenizer;

@@ -3,22 +3,20 @@
 //! whose drafts are right up to a chosen offset, so that every accept length occurs; and the tapped
 //! layer outputs are those of the layers that they are named after.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use candle_core::{Tensor, D};
-use dflash_bench::engine::{Engine, Generation, Job, Prompt, Setup};
-use dflash_plugin::fault::{DraftHook, FaultPoint};
+use dflash_bench::engine::{Engine, Job, Setup};
+use dflash_plugin::fault::FaultPoint;
 use dflash_plugin::host::targets;
 use dflash_plugin::stats::{Fallback, StatsSnapshot};
 use dflash_plugin::trace::Round;
 use dflash_plugin::DFlashMethod;
 use dflash_tests::compare_greedy;
-use dflash_tests::zoo::{self, Family, HIDDEN, LAYERS, TAPS, VOCAB, WINDOW};
+use dflash_tests::oracle::{check_text, difference, oracle, plain_text, prompt, run, Case, TOKENS};
+use dflash_tests::zoo::{self, Export, Family, HIDDEN, LAYERS, TAPS, WINDOW};
 use futures_util::future::join_all;
 
-const PROMPTS: usize = 20;
-const TOKENS: usize = 64;
 const BLOCK_SIZES: [usize; 3] = [2, 8, 16];
 
 macro_rules! families {
@@ -86,86 +84,6 @@ fn every_family_of_the_table_is_tested_here() {
     }
 }
 
-fn find(title: &str) -> Family {
-    let family = zoo::all()
-        .into_iter()
-        .find(|family| family.title() == title);
-    family.unwrap_or_else(|| panic!("no model of {title}"))
-}
-
-/// A prompt, and the text that plain decoding gives it.
-struct Case {
-    prompt: Vec<u32>,
-    want: Generation,
-}
-
-impl Case {
-    fn job(&self, max_tokens: usize) -> Job {
-        Job::greedy(Prompt::Tokens(self.prompt.clone()), max_tokens).recorded()
-    }
-}
-
-/// A prompt of 3 to 40 tokens; no two of one length.
-fn prompt(index: usize) -> Vec<u32> {
-    let length = 3 + index * 7 % 38;
-    (0..length)
-        .map(|i| ((i * i * 31 + i * 17 + index * 101) % (VOCAB - 1)) as u32)
-        .collect()
-}
-
-async fn run(engine: &Engine, prompt: Vec<u32>, max_tokens: usize) -> Generation {
-    let job = Job::greedy(Prompt::Tokens(prompt), max_tokens).recorded();
-    engine.generate(&job, |_| ()).await.unwrap()
-}
-
-async fn plain_text(target: &zoo::Target) -> Arc<Vec<Case>> {
-    let plain = Engine::load(&Setup::plain(&target.path)).await.unwrap();
-    let mut cases = Vec::new();
-    for prompt in (0..PROMPTS).map(prompt) {
-        let want = run(&plain, prompt.clone(), TOKENS).await;
-        assert_eq!(want.tokens.len(), TOKENS);
-        cases.push(Case { prompt, want });
-    }
-    let mut seen: Vec<u32> = cases.iter().flat_map(|c| c.want.tokens.clone()).collect();
-    seen.sort_unstable();
-    seen.dedup();
-    assert!(seen.len() > 20, "only {} different tokens", seen.len());
-    Arc::new(cases)
-}
-
-/// Drafts the plain text, with an error at an offset that differs from call to call: the accept
-/// length is that offset.
-fn oracle(cases: Arc<Vec<Case>>) -> DraftHook {
-    let calls = AtomicUsize::new(0);
-    Arc::new(move |tokens, drafts| {
-        let known = cases.iter().find_map(|case| {
-            let generated = tokens.strip_prefix(case.prompt.as_slice())?;
-            case.want.tokens.strip_prefix(generated)
-        });
-        let Some(future) = known else {
-            return;
-        };
-        for (draft, token) in drafts.iter_mut().zip(future) {
-            *draft = *token;
-        }
-        let call = calls.fetch_add(1, Ordering::Relaxed) as u64 + 1;
-        let wrong = (call.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33) as usize % (drafts.len() + 1);
-        if let Some(draft) = drafts.get_mut(wrong) {
-            *draft = (*draft + 1) % VOCAB as u32;
-        }
-    })
-}
-
-fn check_text(what: &str, cases: &[Case], got: &[Generation]) {
-    for (case, got) in cases.iter().zip(got) {
-        let what = format!("{what}, prompt of {}", case.prompt.len());
-        let differ = compare_greedy(&what, &case.want.tokens, &case.want.gaps, &got.tokens);
-        if let Some(at) = differ.unwrap() {
-            println!("{what}: differs at token {at}, a near tie");
-        }
-    }
-}
-
 fn check_steps(what: &str, family: &Family, stats: &StatsSnapshot) {
     let is_allowed = |reason: &Fallback| family.has_plain_steps && *reason == Fallback::NoRoom;
     assert!(
@@ -180,7 +98,7 @@ fn check_steps(what: &str, family: &Family, stats: &StatsSnapshot) {
 }
 
 async fn conforms(title: &str) {
-    let family = find(title);
+    let family = zoo::find(title);
     let folder = tempfile::tempdir().unwrap();
     let target = family.write_target(LAYERS, &folder.path().join("target"));
     let drafter = zoo::write_drafter(&folder.path().join("drafter"));
@@ -216,14 +134,6 @@ async fn conforms(title: &str) {
         println!("{what}: steps by accept length {:?}", stats.accepts);
     }
     taps_are_layer_outputs(&family, &target, &drafter, &cases).await;
-}
-
-/// Largest difference, relative to the largest value.
-fn difference(a: &[f32], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len());
-    let largest = a.iter().fold(0f32, |most, x| most.max(x.abs()));
-    let differ = a.iter().zip(b).map(|(a, b)| (a - b).abs());
-    differ.fold(0f32, f32::max) / largest.max(1e-6)
 }
 
 /// Two independent ways. A model that ends after the tapped layer must have the logits that final
@@ -296,10 +206,40 @@ async fn taps_are_layer_outputs(
     assert_eq!(width, TAPS.len() * HIDDEN);
 }
 
+/// Draft models of other trainers, in service: as many drafts a step as their blocks give.
+#[tokio::test(flavor = "multi_thread")]
+async fn draft_models_of_other_trainers_draft_and_keep_the_text() {
+    let family = zoo::find("llama");
+    let folder = tempfile::tempdir().unwrap();
+    let target = family.write_target(LAYERS, &folder.path().join("target"));
+    let cases = plain_text(&target).await;
+    for (export, drafts) in [
+        (Export::ZLab, 15),
+        (Export::Speculators, 15),
+        (Export::DeepSpec, 7),
+    ] {
+        let what = format!("{export:?}");
+        let drafter = zoo::write_export(export, &folder.path().join(&what));
+        let setup = Setup::dflash(&target.path, &drafter, None);
+        let method = DFlashMethod::new().with_drafts(oracle(cases.clone()));
+        for method in [DFlashMethod::new(), method] {
+            let engine = Engine::load_with(&setup, method).await.unwrap();
+            let mut got = Vec::new();
+            for case in &cases[..5] {
+                got.push(engine.generate(&case.job(TOKENS), |_| ()).await.unwrap());
+            }
+            check_text(&what, &cases, &got);
+            let stats = engine.stats();
+            check_steps(&what, &family, &stats);
+            assert_eq!(stats.proposed, drafts * stats.drafts, "{what}: {stats:?}");
+        }
+    }
+}
+
 /// The oracle is a test of the accept rule only if a wrong one shows.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wrong_accept_rule_shows() {
-    let family = find("mistral, sliding window");
+    let family = zoo::find("mistral, sliding window");
     let folder = tempfile::tempdir().unwrap();
     let target = family.write_target(LAYERS, &folder.path().join("target"));
     let drafter = zoo::write_drafter(&folder.path().join("drafter"));
@@ -324,7 +264,7 @@ async fn a_prefix_hit_past_the_window_gives_the_same_text() {
         "gemma2, sliding window in every second layer",
         "gpt_oss, sliding window in every second layer",
     ] {
-        let family = find(title);
+        let family = zoo::find(title);
         let folder = tempfile::tempdir().unwrap();
         let target = family.write_target(LAYERS, &folder.path().join("target"));
         let drafter = zoo::write_drafter(&folder.path().join("drafter"));
