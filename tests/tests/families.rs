@@ -35,7 +35,7 @@ families! {
     llama: "llama",
     mistral: "mistral, sliding window",
     qwen2: "qwen2",
-    qwen2_window: "qwen2, window in the masks only",
+    qwen2_mixed: "qwen2, sliding window in the last layers only",
     qwen3: "qwen3",
     qwen3_window: "qwen3, sliding window",
     qwen3_mixed: "qwen3, sliding window in the last layers only",
@@ -262,6 +262,7 @@ async fn a_prefix_hit_past_the_window_gives_the_same_text() {
     for title in [
         "mistral, sliding window",
         "gemma2, sliding window in every second layer",
+        "qwen3, sliding window in the last layers only",
         "gpt_oss, sliding window in every second layer",
     ] {
         let family = zoo::find(title);

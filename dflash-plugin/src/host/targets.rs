@@ -66,35 +66,14 @@ use Format::{Gguf, Safetensors};
 
 const LONG_ROPE: &str = "with LongRoPE: plain steps past `original_max_position_embeddings`, and \
                          batches of sequences of equal length only";
-const MASKED_WINDOW: &str = "with `sliding_window` below the context length: plain steps past it";
-const MIXED_WINDOW: &str = "with a window in some layers only: plain steps past it";
-
 /// Every family that can be used.
 pub const TARGETS: &[TargetFamily] = &[
     family("llama", Safetensors, "LlamaForCausalLM", Whole, ""),
     family("mistral", Safetensors, "MistralForCausalLM", Window, ""),
     family("mixtral", Safetensors, "MixtralForCausalLM", Window, ""),
-    family(
-        "qwen2",
-        Safetensors,
-        "Qwen2ForCausalLM",
-        Whole,
-        MASKED_WINDOW,
-    ),
-    family(
-        "qwen3",
-        Safetensors,
-        "Qwen3ForCausalLM",
-        Window,
-        MIXED_WINDOW,
-    ),
-    family(
-        "qwen3_moe",
-        Safetensors,
-        "Qwen3MoeForCausalLM",
-        Window,
-        MIXED_WINDOW,
-    ),
+    family("qwen2", Safetensors, "Qwen2ForCausalLM", Window, ""),
+    family("qwen3", Safetensors, "Qwen3ForCausalLM", Window, ""),
+    family("qwen3_moe", Safetensors, "Qwen3MoeForCausalLM", Window, ""),
     family(
         "gemma",
         Safetensors,

@@ -284,18 +284,21 @@ fn dense() -> Vec<Family> {
         family(
             "qwen2",
             |layers| {
-                let more = json!({ "sliding_window": POSITIONS });
+                // Not used, as in most checkpoints that name one.
+                let more = json!({ "sliding_window": WINDOW, "use_sliding_window": false });
                 config("Qwen2ForCausalLM", "qwen2", layers, more)
             },
             qwen2_weights,
         ),
         Family {
-            variant: "window in the masks only",
-            has_plain_steps: true,
+            variant: "sliding window in the last layers only",
             ..family(
                 "qwen2",
                 |layers| {
-                    let more = json!({ "sliding_window": 2 * WINDOW });
+                    let more = json!({
+                        "sliding_window": WINDOW, "use_sliding_window": true,
+                        "max_window_layers": 2
+                    });
                     config("Qwen2ForCausalLM", "qwen2", layers, more)
                 },
                 qwen2_weights,
@@ -328,12 +331,11 @@ fn dense() -> Vec<Family> {
         }),
         tied(Family {
             variant: "sliding window in the last layers only",
-            has_plain_steps: true,
             ..family(
                 "qwen3",
                 |layers| {
                     let more = json!({
-                        "sliding_window": 2 * WINDOW, "use_sliding_window": true,
+                        "sliding_window": WINDOW, "use_sliding_window": true,
                         "max_window_layers": 2
                     });
                     qwen3_config(layers, more)
