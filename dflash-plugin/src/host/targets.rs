@@ -128,17 +128,15 @@ pub enum Refusal {
     NotText,
     XLora,
     Recurrent,
-    PagedAttention,
     NoKvCache,
     Family,
 }
 
 impl Refusal {
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 5] = [
         Self::NotText,
         Self::XLora,
         Self::Recurrent,
-        Self::PagedAttention,
         Self::NoKvCache,
         Self::Family,
     ];
@@ -149,7 +147,6 @@ impl Refusal {
             Self::NotText => "models for images or sound, Gemma 3 and Qwen3.5 among them",
             Self::XLora => "X-LoRA adapters",
             Self::Recurrent => "Qwen3-Next, Granite 4 (hybrid)",
-            Self::PagedAttention => "any target with paged attention",
             Self::NoKvCache => "any target with `--no-kv-cache`",
             Self::Family => "all others",
         }
@@ -164,9 +161,6 @@ impl Refusal {
             }
             Self::XLora => "X-LoRA runs the model twice a step, with a KV cache of another kind",
             Self::Recurrent => "it has recurrent layers, whose state cannot be rolled back",
-            Self::PagedAttention => {
-                "it runs with paged attention, which DFlash cannot use yet; add --paged-attn off"
-            }
             Self::NoKvCache => "its KV cache is off; leave --no-kv-cache out",
             Self::Family => "its family is not among those that are known to work",
         }
