@@ -153,20 +153,33 @@ impl PooledContexts<'_> {
                 format!("{:?}", self.tables),
             ));
         }
-        let width = self.tables.iter().map(Vec::len).max().unwrap_or(0).max(1);
-        let padded: Vec<u32> = self
-            .tables
-            .iter()
-            .flat_map(|table| {
-                let padding = std::iter::repeat_n(0, width - table.len());
-                table.iter().map(|block| *block as u32).chain(padding)
-            })
-            .collect();
-        let lens: Vec<u32> = self.lens.iter().map(|len| *len as u32).collect();
-        let count = lens.len();
-        Ok((
-            Tensor::from_vec(padded, (count, width), &pool.device)?,
-            Tensor::from_vec(lens, count, &pool.device)?,
-        ))
+        block_tables(&self.tables, &self.lens, &pool.device)
     }
+}
+
+/// Block tables, padded to `[rows, most blocks]`, and lengths `[rows]` as kernels take them: u32.
+///
+/// # Errors
+/// Only those of candle.
+pub fn block_tables<T: AsRef<[usize]>>(
+    tables: &[T],
+    lens: &[usize],
+    device: &Device,
+) -> Result<(Tensor, Tensor)> {
+    let blocks = |table: &T| table.as_ref().len();
+    let width = tables.iter().map(blocks).max().unwrap_or(0).max(1);
+    let padded: Vec<u32> = tables
+        .iter()
+        .flat_map(|table| {
+            let table = table.as_ref();
+            let padding = std::iter::repeat_n(0, width - table.len());
+            table.iter().map(|block| *block as u32).chain(padding)
+        })
+        .collect();
+    let lens: Vec<u32> = lens.iter().map(|len| *len as u32).collect();
+    let rows = lens.len();
+    Ok((
+        Tensor::from_vec(padded, (rows, width), device)?,
+        Tensor::from_vec(lens, rows, device)?,
+    ))
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use candle_core::{DType, DeviceLocation, Result, Tensor};
+use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
 use dflash_kernels::{block_attention, AttentionOptions, PagedContext};
 use mistralrs_core::plugin::{
     BlockAttention, CacheInstruction, PagedAttentionInputMetadata, PagedAttentionMeta, SdpaParams,
@@ -11,9 +11,9 @@ use mistralrs_core::plugin::{
 };
 
 use super::pipeline::Target;
+use crate::pool::block_tables;
 
 /// Where the target's K/V of this step is.
-#[derive(Clone)]
 pub enum StepCache {
     /// In one tensor for the whole batch; the sequences own copies of their parts.
     Normal {
@@ -101,7 +101,9 @@ pub fn verify_metadata(
         for row in 0..rows {
             let len = base + row + 1;
             let table = blocks.covering(i, 0, len);
-            full.push(table, len);
+            if meta.sliding_window.is_some() {
+                full.push(table, len);
+            }
             // As the host's own decode step: whole blocks, from the one where the window starts.
             let first = meta
                 .sliding_window
@@ -110,12 +112,8 @@ pub fn verify_metadata(
         }
     }
     let count = slots.len();
-    let slots = Tensor::from_vec(slots, count, &candle_core::Device::Cpu)?;
+    let slots = Tensor::from_vec(slots, count, &Device::Cpu)?;
     let (block_tables, context_lens) = windowed.tensors()?;
-    let (full_tables, full_lens) = match meta.sliding_window {
-        Some(_) => full.tensors()?,
-        None => (block_tables.clone(), context_lens.clone()),
-    };
     let devices = match target.device_mapper() {
         Some(mapper) => mapper.get_unique_devices(),
         None => vec![target.device()],
@@ -133,10 +131,14 @@ pub fn verify_metadata(
         lens: everywhere(&lens)?,
         longest: whole.longest(),
     };
+    let longest = once.longest;
     let block_tables = everywhere(&block_tables)?;
     let context_lens = everywhere(&context_lens)?;
     let (full_block_tables, full_context_lens) = match meta.sliding_window {
-        Some(_) => (everywhere(&full_tables)?, everywhere(&full_lens)?),
+        Some(_) => {
+            let (tables, lens) = full.tensors()?;
+            (everywhere(&tables)?, everywhere(&lens)?)
+        }
         None => (block_tables.clone(), context_lens.clone()),
     };
     Ok(PagedAttentionInputMetadata {
@@ -146,7 +148,7 @@ pub fn verify_metadata(
         max_context_len: Some(windowed.longest()),
         full_block_tables: Some(full_block_tables),
         full_context_lens: Some(full_context_lens),
-        full_max_context_len: Some(full.longest()),
+        full_max_context_len: Some(longest),
         is_first_prompt_chunk: false,
         paged_kv_indptr: None,
         paged_kv_indices: None,
@@ -221,37 +223,22 @@ impl BlockAttention for OneRead {
 
 /// Block tables and context lengths, a row each.
 #[derive(Default)]
-struct Tables {
-    tables: Vec<Vec<u32>>,
-    lens: Vec<u32>,
+struct Tables<'a> {
+    tables: Vec<&'a [usize]>,
+    lens: Vec<usize>,
 }
 
-impl Tables {
-    fn push(&mut self, table: &[usize], len: usize) {
-        self.tables
-            .push(table.iter().map(|block| *block as u32).collect());
-        self.lens.push(len as u32);
+impl<'a> Tables<'a> {
+    fn push(&mut self, table: &'a [usize], len: usize) {
+        self.tables.push(table);
+        self.lens.push(len);
     }
 
     fn longest(&self) -> usize {
-        self.lens.iter().copied().max().unwrap_or(0) as usize
+        self.lens.iter().copied().max().unwrap_or(0)
     }
 
-    /// `[rows, most blocks]` and `[rows]`.
     fn tensors(&self) -> Result<(Tensor, Tensor)> {
-        let device = candle_core::Device::Cpu;
-        let width = self.tables.iter().map(Vec::len).max().unwrap_or(0).max(1);
-        let padded: Vec<u32> = self
-            .tables
-            .iter()
-            .flat_map(|table| {
-                let padding = std::iter::repeat_n(0, width - table.len());
-                table.iter().copied().chain(padding)
-            })
-            .collect();
-        Ok((
-            Tensor::from_vec(padded, (self.tables.len(), width), &device)?,
-            Tensor::from_vec(self.lens.clone(), self.lens.len(), &device)?,
-        ))
+        Ok(block_tables(&self.tables, &self.lens, &Device::Cpu)?)
     }
 }

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use candle_core::{IndexOp, Result, Tensor, D};
-use mistralrs_core::plugin::{CacheInstruction, GreedyChoice, InputProcessorOutput, Sequence};
+use mistralrs_core::plugin::{CacheInstruction, InputProcessorOutput, Sequence};
 
 use super::accept;
 use super::cache::{Blocks, StepCache};
@@ -74,27 +74,26 @@ impl DFlashPipeline {
         if let StepCache::Normal { post_op } = cache {
             apply(&self.target, seqs, *post_op);
         }
-        let mut by_seq = vec![None; seqs.len()];
+        let mut row_of = vec![None; seqs.len()];
         for (row, seq) in seq_indices.into_iter().enumerate() {
-            by_seq[seq] = Some(logits.i(row)?);
+            row_of[seq] = Some(row);
         }
-        let by_seq = by_seq
+        let row_of = row_of
             .into_iter()
             .collect::<Option<Vec<_>>>()
             .ok_or_else(|| {
                 candle_core::Error::msg("the target returned no logits for a sequence")
             })?;
+        let logits = in_order(logits, &row_of)?;
+        let choices = accept::choose_on_device(seqs, &logits)?;
         // One by one: the host's batch sampling stops at the first sequence that fails.
-        let choices = choose_on_device(seqs, &by_seq)?;
-        for (seq, choice) in seqs.iter_mut().zip(choices) {
-            if let Some(choice) = choice {
+        for (i, (seq, choices)) in seqs.iter_mut().zip(choices).enumerate() {
+            let seq = &mut **seq;
+            if let Some(choice) = choices.first().copied().flatten() {
                 seq.set_greedy_choice(choice);
             }
-        }
-        for (seq, logits) in seqs.iter_mut().zip(by_seq) {
-            let seq = &mut **seq;
             sampling
-                .sample(&self.target, &mut [seq], vec![logits])
+                .sample(&self.target, &mut [seq], vec![logits.i(i)?])
                 .await?;
             self.check_lengths(seq)?;
         }
@@ -244,20 +243,13 @@ impl DFlashPipeline {
     }
 }
 
-/// As `accept::choose_on_device`, for the one row of each sequence.
-fn choose_on_device(
-    seqs: &[&mut Sequence],
-    logits: &[Tensor],
-) -> Result<Vec<Option<GreedyChoice>>> {
-    let rows = logits
-        .iter()
-        .map(|logits| logits.reshape((1, 1, ())))
-        .collect::<Result<Vec<_>>>()?;
-    let choices = accept::choose_on_device(seqs, &Tensor::cat(&rows, 0)?)?;
-    Ok(choices
-        .into_iter()
-        .map(|choices| choices.first().copied().flatten())
-        .collect())
+/// The rows of `logits` by sequence. The host gives them so; nothing is copied then.
+fn in_order(logits: Tensor, row_of: &[usize]) -> Result<Tensor> {
+    if row_of.iter().copied().eq(0..logits.dim(0)?) {
+        return Ok(logits);
+    }
+    let rows: Vec<u32> = row_of.iter().map(|row| *row as u32).collect();
+    logits.index_select(&Tensor::new(rows, logits.device())?, 0)
 }
 
 /// The positions that a plain pass processes for one sequence.
