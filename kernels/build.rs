@@ -31,6 +31,7 @@ fn main() {
         ("attention_reduce".into(), "attention_reduce.cu", None),
         ("materialize".into(), "materialize.cu", None),
         ("accept".into(), "accept.cu", None),
+        ("layer".into(), "layer.cu", None),
     ];
     for dim in HEAD_DIMS {
         jobs.push((

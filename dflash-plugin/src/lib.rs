@@ -45,4 +45,4 @@ pub mod trace;
 pub mod worker;
 
 #[cfg(feature = "host")]
-pub use host::DFlashMethod;
+pub use host::{use_decode_attention, DFlashMethod};

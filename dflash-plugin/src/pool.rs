@@ -67,6 +67,11 @@ impl DraftPool {
         })
     }
 
+    /// Positions of a block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
     /// K and V of each layer.
     pub fn layers(&self) -> &[(Tensor, Tensor)] {
         &self.layers
@@ -140,6 +145,24 @@ impl PooledContexts<'_> {
     /// # Errors
     /// If a table does not cover its length, or names a block that there is not.
     pub fn tensors(&self) -> Result<(Tensor, Tensor)> {
+        self.check()?;
+        block_tables(&self.tables, &self.lens, &self.pool.device)
+    }
+
+    /// The same, with room for contexts to grow: tables have a power of two of columns, so that many
+    /// steps have tensors of one shape.
+    ///
+    /// # Errors
+    /// As for [`PooledContexts::tensors`].
+    pub fn roomy_tensors(&self) -> Result<(Tensor, Tensor)> {
+        const LEAST: usize = 8;
+        self.check()?;
+        let most = self.tables.iter().map(Vec::len).max().unwrap_or(0);
+        let width = most.next_power_of_two().max(LEAST);
+        padded_tables(&self.tables, &self.lens, width, &self.pool.device)
+    }
+
+    fn check(&self) -> Result<()> {
         let pool = self.pool;
         let fits = self.tables.len() == self.lens.len()
             && self.tables.iter().zip(&self.lens).all(|(table, len)| {
@@ -153,7 +176,7 @@ impl PooledContexts<'_> {
                 format!("{:?}", self.tables),
             ));
         }
-        block_tables(&self.tables, &self.lens, &pool.device)
+        Ok(())
     }
 }
 
@@ -168,6 +191,15 @@ pub fn block_tables<T: AsRef<[usize]>>(
 ) -> Result<(Tensor, Tensor)> {
     let blocks = |table: &T| table.as_ref().len();
     let width = tables.iter().map(blocks).max().unwrap_or(0).max(1);
+    padded_tables(tables, lens, width, device)
+}
+
+fn padded_tables<T: AsRef<[usize]>>(
+    tables: &[T],
+    lens: &[usize],
+    width: usize,
+    device: &Device,
+) -> Result<(Tensor, Tensor)> {
     let padded: Vec<u32> = tables
         .iter()
         .flat_map(|table| {

@@ -97,12 +97,14 @@ impl DFlashWorker {
     ) -> Result<Vec<Vec<u32>>> {
         let kv: Vec<&SequenceKv> = jobs.iter().map(|job| job.kv).collect();
         let anchors: Vec<u32> = jobs.iter().map(|job| job.anchor).collect();
-        self.draft_with(target, &anchors, rows, |embeds| {
+        let drafts = self.draft_with(target, &anchors, rows, |embeds| {
             self.model.forward_block(embeds, &kv)
-        })
+        })?;
+        Ok(drafts.to_vec2()?)
     }
 
-    /// As [`DFlashWorker::draft`], for sequences whose contexts are in a pool.
+    /// As [`DFlashWorker::draft`], for sequences whose contexts are in a pool. The drafts, u32
+    /// `[anchors, rows - 1]`, are left where they are: nothing waits for a GPU.
     ///
     /// # Errors
     /// If `rows` is not within `2..=block_size`, or a block table does not fit.
@@ -112,7 +114,7 @@ impl DFlashWorker {
         anchors: &[u32],
         contexts: &PooledContexts<'_>,
         rows: usize,
-    ) -> Result<Vec<Vec<u32>>> {
+    ) -> Result<Tensor> {
         self.draft_with(target, anchors, rows, |embeds| {
             self.model.forward_block_pooled(embeds, contexts)
         })
@@ -124,7 +126,7 @@ impl DFlashWorker {
         anchors: &[u32],
         rows: usize,
         forward: impl FnOnce(&Tensor) -> Result<Tensor>,
-    ) -> Result<Vec<Vec<u32>>> {
+    ) -> Result<Tensor> {
         if !(2..=self.block_size).contains(&rows) {
             return Err(DFlashError::input(
                 "rows of a draft block",
@@ -152,17 +154,16 @@ impl DFlashWorker {
             .narrow(1, block - count, count)?
             .reshape((batch * count, width))?;
         let drafts = match self.model.own_choices(&hidden)? {
-            Some(drafts) => drafts,
+            Some(drafts) => Tensor::new(drafts, &Device::Cpu)?,
             None => {
                 let logits = target.logits(&hidden)?;
-                let drafts = match logits.device() {
+                match logits.device() {
                     Device::Cpu => logits.argmax(D::Minus1)?.to_dtype(DType::U32)?,
                     _ => dflash_kernels::argmax_last(&logits.contiguous()?)?,
-                };
-                drafts.to_vec1::<u32>()?
+                }
             }
         };
-        Ok(drafts.chunks(count).map(<[u32]>::to_vec).collect())
+        Ok(drafts.reshape((batch, count))?)
     }
 
     /// Append the draft K/V of `rows` new context rows at positions `kv.len()..`.

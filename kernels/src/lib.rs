@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | [`block_attention`] | a block of query rows over each sequence's paged context: draft and verify |
 //! | [`materialize`] | the one product of all draft layers' K and V to normed, rotated, paged K and V |
+//! | [`norm_rope`], [`silu_mul`] | what a draft layer does between its matrix products |
 //! | [`accept`], [`argmax_last`] | argmax of all rows and the accepted prefix, without leaving the device |
 //!
 //! Each is one function. On a CUDA device (feature `cuda`) it launches its kernel; elsewhere, and for
@@ -31,6 +32,7 @@ mod attention;
 mod check;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod layer;
 mod materialize;
 mod paged;
 mod slow_path;
@@ -39,5 +41,6 @@ pub use accept::{accept, argmax_last};
 #[doc(hidden)]
 pub use attention::block_attention_with_splits;
 pub use attention::{block_attention, AttentionOptions, PagedContext};
+pub use layer::{norm_rope, silu_mul, NormRope};
 pub use materialize::{materialize, Kept, KvOrder, MaterializeSpec};
 pub use slow_path::slow_paths;

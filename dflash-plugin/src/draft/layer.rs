@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 use candle_nn::ops::rms_norm;
 use candle_nn::VarBuilder;
 
-use dflash_kernels::{block_attention, AttentionOptions, PagedContext};
+use dflash_kernels::{block_attention, silu_mul, AttentionOptions, PagedContext};
 
 use super::attention::{attend, SequenceMasks};
 use super::linear::Linear;
@@ -41,8 +41,6 @@ pub(super) struct Layer {
     k_norm: Tensor,
     /// `q_norm` for each query head, then `k_norm` for each key head: f32 `[heads + kv_heads, head_dim]`.
     qk_norm: Tensor,
-    /// Ones, f32 `[head_dim]`.
-    unit_norm: Tensor,
     output: Linear,
     post_norm: Tensor,
     gate_up: Linear,
@@ -50,7 +48,6 @@ pub(super) struct Layer {
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
-    intermediate: usize,
     /// Index into the model's attention patterns.
     pattern: usize,
 }
@@ -90,7 +87,6 @@ impl Layer {
                 ],
                 0,
             )?,
-            unit_norm: q_norm.ones_like()?,
             q_norm: scaled_q_norm,
             k_norm: k_norm.clone(),
             output: Linear::load(q_width, hidden, bias, attn.pp("o_proj"))?,
@@ -100,7 +96,6 @@ impl Layer {
             heads: cfg.num_attention_heads,
             kv_heads: cfg.num_key_value_heads,
             head_dim,
-            intermediate: cfg.intermediate_size,
             pattern,
         };
         Ok(LayerParts {
@@ -212,12 +207,7 @@ impl Layer {
             .qkv
             .forward(x)?
             .reshape((rows, heads + 2 * kv_heads, self.head_dim))?;
-        let qk = qkv
-            .narrow(1, 0, heads + kv_heads)?
-            .to_dtype(DType::F32)?
-            .contiguous()?;
-        let qk = rms_norm(&qk, &self.unit_norm, eps)?.broadcast_mul(&self.qk_norm)?;
-        let qk = rope.rotate_rows(&qk)?.to_dtype(x.dtype())?;
+        let qk = rope.norm_and_rotate_rows(&qkv, &self.qk_norm, eps)?;
         let by_block = |t: &Tensor, first: usize, heads: usize| {
             t.reshape((batch, rows / batch, t.dim(1)?, self.head_dim))?
                 .narrow(2, first, heads)
@@ -250,9 +240,6 @@ impl Layer {
 
     /// `[rows, hidden]` to `[rows, hidden]`.
     fn mlp(&self, x: &Tensor) -> Result<Tensor> {
-        let both = self.gate_up.forward(x)?;
-        let gate = both.narrow(1, 0, self.intermediate)?;
-        let up = both.narrow(1, self.intermediate, self.intermediate)?;
-        self.down.forward(&(gate.silu()? * up)?)
+        self.down.forward(&silu_mul(&self.gate_up.forward(x)?)?)
     }
 }

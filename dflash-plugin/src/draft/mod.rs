@@ -8,7 +8,10 @@ mod attention;
 mod head;
 mod layer;
 mod linear;
+mod replay;
 mod rope;
+
+use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::ops::rms_norm;
@@ -23,7 +26,9 @@ use attention::{BlockMask, SequenceMasks};
 use head::DraftHead;
 use layer::{Contexts, Layer, LayerParts};
 use linear::Linear;
-use rope::RopeTable;
+use rope::{RopeRows, RopeTable};
+
+pub use replay::Replay;
 
 /// A loaded draft model. All methods take `&self`; context K/V live in [`SequenceKv`].
 pub struct DraftModel {
@@ -47,6 +52,8 @@ pub struct DraftModel {
     patterns: Vec<LayerAttention>,
     dtype: DType,
     device: Device,
+    /// For the layers over a pool.
+    replay: Option<Mutex<Box<dyn Replay>>>,
 }
 
 impl DraftModel {
@@ -113,7 +120,14 @@ impl DraftModel {
             config: config.clone(),
             dtype,
             device,
+            replay: None,
         })
+    }
+
+    /// Let `replay` run the layers over contexts in a pool.
+    pub fn with_replay(mut self, replay: Box<dyn Replay>) -> Self {
+        self.replay = Some(Mutex::new(replay));
+        self
     }
 
     /// Context features: `hidden_norm(fc(taps))`.
@@ -224,7 +238,7 @@ impl DraftModel {
     /// [`DFlashError::Input`] when shapes disagree or a block row would be at
     /// [`DraftModel::max_positions`] or beyond.
     pub fn forward_block(&self, embeds: &Tensor, kv: &[&SequenceKv]) -> Result<Tensor> {
-        let (_, block) = self.check_block(embeds, kv.len())?;
+        let (batch, block) = self.check_block(embeds, kv.len())?;
         for kv in kv {
             if kv.num_layers() != self.layers.len() {
                 return Err(DFlashError::input(
@@ -239,7 +253,9 @@ impl DraftModel {
             .iter()
             .map(|context| self.sequence_masks(*context, block))
             .collect::<Result<Vec<_>>>()?;
-        self.forward_layers(embeds, &starts, &Contexts::Own { kv, masks })
+        let rope = self.rope.blocks(&starts, block)?;
+        let out = self.forward_layers(&self.input(embeds)?, &rope, &Contexts::Own { kv, masks })?;
+        Ok(out.reshape((batch, block, ()))?)
     }
 
     /// As [`DraftModel::forward_block`], over contexts in the blocks of a pool of this model's shape.
@@ -251,38 +267,66 @@ impl DraftModel {
         embeds: &Tensor,
         contexts: &PooledContexts<'_>,
     ) -> Result<Tensor> {
-        self.check_block(embeds, contexts.lens.len())?;
-        let (tables, lens) = contexts.tensors()?;
-        let pooled = Contexts::Pool {
-            layers: contexts.pool.layers(),
-            tables,
-            lens,
-            longest: contexts.lens.iter().copied().max().unwrap_or(0),
+        let (batch, block) = self.check_block(embeds, contexts.lens.len())?;
+        let rope = self.rope.blocks(&contexts.lens, block)?;
+        let x = self.input(embeds)?;
+        let pool = contexts.pool;
+        let replay = self.replay.as_ref();
+        let mut replay = replay.map(|replay| replay.lock().unwrap_or_else(PoisonError::into_inner));
+        let out = match (&mut replay, pool.layers().first()) {
+            (Some(replay), Some((keys, _))) if replay.is_on() => {
+                let (tables, lens) = contexts.roomy_tensors()?;
+                let inputs = [x, rope.cos.clone(), rope.sin.clone(), tables, lens];
+                replay.run(keys.id(), &inputs, &mut |inputs| {
+                    let [x, cos, sin, tables, lens] = inputs else {
+                        candle_core::bail!("a draft pass has five inputs");
+                    };
+                    let pooled = Contexts::Pool {
+                        layers: pool.layers(),
+                        longest: tables.dim(1)? * pool.block_size(),
+                        tables: tables.clone(),
+                        lens: lens.clone(),
+                    };
+                    let rope = rope.with(cos, sin);
+                    let out = self.forward_layers(x, &rope, &pooled);
+                    out.map_err(candle_core::Error::wrap)
+                })?
+            }
+            _ => {
+                let (tables, lens) = contexts.tensors()?;
+                let pooled = Contexts::Pool {
+                    layers: pool.layers(),
+                    tables,
+                    lens,
+                    longest: contexts.lens.iter().copied().max().unwrap_or(0),
+                };
+                self.forward_layers(&x, &rope, &pooled)?
+            }
         };
-        self.forward_layers(embeds, &contexts.lens, &pooled)
+        Ok(out.reshape((batch, block, ()))?)
     }
 
-    /// The layers over blocks that start at `starts`.
+    /// What the first layer gets: `[batch, block, hidden]` embeddings to `[rows, hidden]`.
+    fn input(&self, embeds: &Tensor) -> Result<Tensor> {
+        let x = embeds.to_dtype(self.dtype)?.flatten_to(1)?;
+        Ok(match self.config.input_embedding_scale {
+            Some(scale) => x.affine(scale, 0.0)?,
+            None => x,
+        })
+    }
+
+    /// The layers and the final norm over the rows of blocks, `[rows, hidden]`.
     fn forward_layers(
         &self,
-        embeds: &Tensor,
-        starts: &[usize],
+        x: &Tensor,
+        rope: &RopeRows,
         contexts: &Contexts<'_>,
     ) -> Result<Tensor> {
-        let (batch, block, _) = embeds.dims3()?;
-        let rope = self.rope.blocks(starts, block)?;
-        // [batch, block, hidden] -> [rows, hidden]
-        let mut x = embeds
-            .to_dtype(self.dtype)?
-            .reshape((batch * block, self.config.hidden_size))?;
-        if let Some(scale) = self.config.input_embedding_scale {
-            x = x.affine(scale, 0.0)?;
-        }
+        let mut x = x.clone();
         for (i, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(i, &x, contexts, &self.patterns, &rope, self.eps())?;
+            x = layer.forward(i, &x, contexts, &self.patterns, rope, self.eps())?;
         }
-        let hidden = rms_norm(&x, &self.norm, self.eps())?;
-        Ok(hidden.reshape((batch, block, self.config.hidden_size))?)
+        Ok(rms_norm(&x, &self.norm, self.eps())?)
     }
 
     /// The best tokens of the draft model's own head, if it has one: `[rows, hidden]` (from

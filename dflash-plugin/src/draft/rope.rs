@@ -4,6 +4,7 @@ use std::sync::{PoisonError, RwLock};
 
 use candle_core::{Device, Tensor};
 use candle_nn::rotary_emb::{rope, rope_i};
+use dflash_kernels::{norm_rope, NormRope};
 
 use crate::config::{RopeConfig, RopeScaling};
 use crate::error::{DFlashError, Result};
@@ -24,8 +25,8 @@ pub(super) struct RopeTable {
 
 /// cos and sin of some rows, each `[rows, head_dim / 2]`.
 pub(super) struct RopeRows {
-    cos: Tensor,
-    sin: Tensor,
+    pub cos: Tensor,
+    pub sin: Tensor,
     interleaved: bool,
 }
 
@@ -73,14 +74,10 @@ impl RopeTable {
         if let [start] = starts {
             return Ok(self.rows(cos.narrow(0, *start, block)?, sin.narrow(0, *start, block)?));
         }
-        let slice = |table: &Tensor| -> Result<Tensor> {
-            let parts = starts
-                .iter()
-                .map(|start| table.narrow(0, *start, block))
-                .collect::<candle_core::Result<Vec<_>>>()?;
-            Ok(Tensor::cat(&parts, 0)?)
-        };
-        Ok(self.rows(slice(&cos)?, slice(&sin)?))
+        let rows = starts.iter().flat_map(|start| *start..start + block);
+        let rows: Vec<u32> = rows.map(|position| position as u32).collect();
+        let rows = Tensor::new(rows, &self.device)?;
+        Ok(self.rows(cos.index_select(&rows, 0)?, sin.index_select(&rows, 0)?))
     }
 
     fn rows(&self, cos: Tensor, sin: Tensor) -> RopeRows {
@@ -156,15 +153,26 @@ impl RopeRows {
 }
 
 impl RopeRows {
-    /// Rotates `[rows, heads, head_dim]`, contiguous f32.
-    pub fn rotate_rows(&self, x: &Tensor) -> Result<Tensor> {
-        let x = x.unsqueeze(2)?;
-        let (cos, sin) = (self.cos.unsqueeze(1)?, self.sin.unsqueeze(1)?);
-        let rotated = match self.interleaved {
-            true => rope_i(&x, &cos, &sin)?,
-            false => rope(&x, &cos, &sin)?,
+    /// The same with other tables of the same shape.
+    pub fn with(&self, cos: &Tensor, sin: &Tensor) -> Self {
+        Self {
+            cos: cos.clone(),
+            sin: sin.clone(),
+            interleaved: self.interleaved,
+        }
+    }
+
+    /// RMS norm with `weight` (f32 `[heads, head_dim]`) and rotation of the first heads of `[rows, heads or
+    /// more, head_dim]`, both in f32.
+    pub fn norm_and_rotate_rows(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
+        let spec = NormRope {
+            weight,
+            cos: &self.cos,
+            sin: &self.sin,
+            interleaved: self.interleaved,
+            eps,
         };
-        Ok(rotated.squeeze(2)?)
+        Ok(norm_rope(x, &spec)?)
     }
 }
 

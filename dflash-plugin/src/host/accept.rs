@@ -4,6 +4,7 @@ use candle_core::{Device, IndexOp, Result, Tensor};
 use mistralrs_core::plugin::{GreedyChoice, Sequence};
 
 use super::cache::StepCache;
+use super::drafted::Drafted;
 use super::method::Hooks;
 use super::pipeline::{DFlashPipeline, Target};
 use super::step::{committed, Sampling};
@@ -16,8 +17,7 @@ use crate::trace::Round;
 pub struct Verified {
     /// Rows in every sequence's KV cache before the step (`n`).
     pub bases: Vec<usize>,
-    /// Anchor and drafts of every sequence, all of one length.
-    pub blocks: Vec<Vec<u32>>,
+    pub blocks: Drafted,
     /// `[batch, rows, vocab]`
     pub logits: Tensor,
 }
@@ -36,7 +36,9 @@ impl DFlashPipeline {
             blocks,
             logits,
         } = verified;
-        let mut choices = choose_on_device(seqs, logits)?;
+        let greedy = Greedy::on_device(seqs, logits)?;
+        let (blocks, tokens) = blocks.with(greedy.tokens.clone())?;
+        let mut choices = greedy.choices(seqs.len(), &tokens);
         let is_paged = matches!(cache, StepCache::Paged(_));
         if !is_paged {
             let first_rows: Vec<usize> = bases.iter().map(|base| base + 1).collect();
@@ -94,40 +96,56 @@ impl DFlashPipeline {
     }
 }
 
-/// On a GPU: the choices of all rows of all sequences that choose greedily, with one copy to the
-/// host for the batch. Empty for the others.
-pub(super) fn choose_on_device(
-    seqs: &[&mut Sequence],
-    logits: &Tensor,
-) -> Result<Vec<Vec<Option<GreedyChoice>>>> {
-    let mut all = vec![Vec::new(); seqs.len()];
-    let greedy: Vec<usize> = match logits.device() {
-        Device::Cpu => Vec::new(),
-        _ => (0..seqs.len())
-            .filter(|i| seqs[*i].chooses_greedily())
-            .collect(),
-    };
-    if greedy.is_empty() {
-        return Ok(all);
-    }
-    let (_, rows, vocab) = logits.dims3()?;
-    let logits = match greedy.len() == seqs.len() {
-        true => logits.clone(),
-        false => {
-            let parts = greedy.iter().map(|i| logits.narrow(0, *i, 1));
-            Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?
-        }
-    };
-    let logits = logits.reshape((greedy.len() * rows, vocab))?;
-    let tokens = dflash_kernels::argmax_last(&logits)?.to_vec1::<u32>()?;
-    for (i, tokens) in greedy.into_iter().zip(tokens.chunks(rows)) {
-        let choice = |token: &u32| GreedyChoice {
-            token: *token,
-            logit: f32::NAN, // Those who choose greedily ask for no logprobs.
+/// On a GPU: the choices of all rows of the sequences that choose greedily.
+pub(super) struct Greedy {
+    /// Which sequences.
+    sequences: Vec<usize>,
+    /// Rows of each.
+    rows: usize,
+    /// u32 `[sequences * rows]`, on the GPU; `None` if there are no such sequences.
+    pub tokens: Option<Tensor>,
+}
+
+impl Greedy {
+    /// `logits`: `[batch, rows, vocab]`. Nothing waits for the GPU.
+    pub(super) fn on_device(seqs: &[&mut Sequence], logits: &Tensor) -> Result<Self> {
+        let (_, rows, vocab) = logits.dims3()?;
+        let sequences: Vec<usize> = match logits.device() {
+            Device::Cpu => Vec::new(),
+            _ => (0..seqs.len())
+                .filter(|i| seqs[*i].chooses_greedily())
+                .collect(),
         };
-        all[i] = tokens.iter().map(|token| Some(choice(token))).collect();
+        let logits = match sequences.len() {
+            0 => None,
+            all if all == seqs.len() => Some(logits.clone()),
+            _ => {
+                let parts = sequences.iter().map(|i| logits.narrow(0, *i, 1));
+                Some(Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?)
+            }
+        };
+        let tokens = logits.map(|logits| {
+            dflash_kernels::argmax_last(&logits.reshape((sequences.len() * rows, vocab))?)
+        });
+        Ok(Self {
+            tokens: tokens.transpose()?,
+            sequences,
+            rows,
+        })
     }
-    Ok(all)
+
+    /// By sequence of the batch and row, from the values of `tokens`. Empty for the others.
+    pub(super) fn choices(&self, batch: usize, tokens: &[u32]) -> Vec<Vec<Option<GreedyChoice>>> {
+        let mut all = vec![Vec::new(); batch];
+        for (i, tokens) in self.sequences.iter().zip(tokens.chunks(self.rows.max(1))) {
+            let choice = |token: &u32| GreedyChoice {
+                token: *token,
+                logit: f32::NAN, // Those who choose greedily ask for no logprobs.
+            };
+            all[*i] = tokens.iter().map(|token| Some(choice(token))).collect();
+        }
+        all
+    }
 }
 
 /// The verified rows of one sequence, in front of the host's sampler.

@@ -3,13 +3,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
-use dflash_kernels::{block_attention, AttentionOptions, PagedContext};
+use candle_core::{Device, DeviceLocation, Result, Tensor};
 use mistralrs_core::plugin::{
-    BlockAttention, CacheInstruction, PagedAttentionInputMetadata, PagedAttentionMeta, SdpaParams,
-    Sequence,
+    CacheInstruction, PagedAttentionInputMetadata, PagedAttentionMeta, Sequence,
 };
 
+use super::attention::OneRead;
 use super::pipeline::Target;
 use crate::pool::block_tables;
 
@@ -163,62 +162,6 @@ pub fn verify_metadata(
         cu_seqlens_kv: None,
         block_attention: Some(Arc::new(once)),
     })
-}
-
-/// Reads the K/V of each sequence once for all rows of its block.
-#[derive(Debug)]
-struct OneRead {
-    rows: usize,
-    /// `[sequences, most blocks]`
-    tables: HashMap<DeviceLocation, Tensor>,
-    /// `[sequences]`: positions, the block's own included.
-    lens: HashMap<DeviceLocation, Tensor>,
-    longest: usize,
-}
-
-impl BlockAttention for OneRead {
-    fn attend(
-        &self,
-        query: &Tensor,
-        key_cache: &Tensor,
-        value_cache: &Tensor,
-        params: &SdpaParams,
-    ) -> Result<Option<Tensor>> {
-        let here = query.device().location();
-        let (Some(tables), Some(lens)) = (self.tables.get(&here), self.lens.get(&here)) else {
-            return Ok(None);
-        };
-        // In f32 and on the CPU the host's kernel: a row then comes out bit by bit as in plain
-        // decoding. It also rounds a window to whole blocks, which must be the same in both.
-        let is_covered = query.device().is_cuda()
-            && matches!(query.dtype(), DType::BF16 | DType::F16)
-            && key_cache.dtype() == query.dtype()
-            && params.sliding_window.is_none();
-        if !is_covered {
-            return Ok(None);
-        }
-        let (all_rows, heads, head_dim) = query.dims3()?;
-        let by_sequence = (all_rows / self.rows, self.rows, heads, head_dim);
-        let context = PagedContext {
-            keys: key_cache,
-            values: value_cache,
-            block_tables: tables,
-            context_lens: lens,
-            longest: Some(self.longest),
-        };
-        let sinks = params.sinks.as_ref();
-        let sinks = sinks.map(|s| s.to_dtype(DType::F32)).transpose()?;
-        let options = AttentionOptions {
-            scale: params.softmax_scale,
-            causal: true,
-            window: None,
-            softcap: params.softcap.filter(|cap| *cap != 1.0),
-            sinks: sinks.as_ref(),
-        };
-        let query = query.reshape(by_sequence)?;
-        let out = block_attention(&query, &context, None, &options)?;
-        Ok(Some(out.reshape((all_rows, heads, head_dim))?))
-    }
 }
 
 /// Block tables and context lengths, a row each.

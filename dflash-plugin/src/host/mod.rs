@@ -10,26 +10,33 @@
 //! | `pipeline` | [`DFlashPipeline`]: the host's `Pipeline`, delegated |
 //! | `step` | one engine step: plan, draft, verify, accept, commit |
 //! | `plan` | which sequences speculate, and with how many rows |
+//! | `drafted` | the blocks of a step, on the host or still on the GPU |
 //! | `accept` | the verified rows in front of the host's sampler |
 //! | `plain` | prompts and plain steps, which keep the draft KV in step |
 //! | `verify` | the verify pass on the host's normal KV cache, and its rollback |
 //! | `cache` | the KV cache of a step: the model's own, or the host's paged one |
+//! | `attention` | block attention in the target's decode steps on a GPU |
+//! | `replay` | draft passes as CUDA graphs |
 //! | `state` | the draft KV that a host `Sequence` owns |
 
 mod accept;
+mod attention;
 mod cache;
+mod drafted;
 mod loader;
 mod method;
 mod pairing;
 mod pipeline;
 mod plain;
 mod plan;
+mod replay;
 mod source;
 mod state;
 mod step;
 pub mod targets;
 mod verify;
 
+pub use attention::use_decode_attention;
 pub use loader::DFlashLoader;
 pub use method::DFlashMethod;
 pub use pipeline::DFlashPipeline;

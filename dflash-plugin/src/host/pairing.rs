@@ -5,6 +5,7 @@ use mistralrs_core::plugin::EitherCache;
 use mistralrs_core::{ModelCategory, ModelKind, Pipeline};
 
 use super::pipeline::HostHead;
+use super::replay::Graphs;
 use super::targets::{self, Refusal};
 use super::verify;
 use crate::checkpoint::Checkpoint;
@@ -40,6 +41,7 @@ pub fn join(
         resolve_mask_token(config, &|token| tokenizer.token_to_id(token), shape.vocab)?;
     let dtype = target.get_metadata().activation_dtype;
     let model = checkpoint.load(dtype, &target.device())?;
+    let model = model.with_replay(Box::new(Graphs::new(&target.device())));
     let block_size = block_size.unwrap_or(config.verify_rows());
     let worker = DFlashWorker::new(model, mask_token, block_size)?;
     // Only now: without a draft model, sliding windows save memory.

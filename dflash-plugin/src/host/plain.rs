@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use candle_core::{IndexOp, Result, Tensor, D};
 use mistralrs_core::plugin::{CacheInstruction, InputProcessorOutput, Sequence};
 
-use super::accept;
+use super::accept::Greedy;
 use super::cache::{Blocks, StepCache};
 use super::pipeline::{DFlashPipeline, Target};
 use super::state::{self, DraftKv, DraftState};
@@ -85,7 +85,12 @@ impl DFlashPipeline {
                 candle_core::Error::msg("the target returned no logits for a sequence")
             })?;
         let logits = in_order(logits, &row_of)?;
-        let choices = accept::choose_on_device(seqs, &logits)?;
+        let greedy = Greedy::on_device(seqs, &logits)?;
+        let tokens = match &greedy.tokens {
+            Some(tokens) => tokens.to_vec1::<u32>()?,
+            None => Vec::new(),
+        };
+        let choices = greedy.choices(seqs.len(), &tokens);
         // One by one: the host's batch sampling stops at the first sequence that fails.
         for (i, (seq, choices)) in seqs.iter_mut().zip(choices).enumerate() {
             let seq = &mut **seq;
@@ -144,7 +149,7 @@ impl DFlashPipeline {
             self.taps()?.clear();
             return Ok(());
         }
-        let taps = self.take_taps()?;
+        let taps = self.take_taps(seqs.len())?;
         in_step.sort_unstable();
         for group in in_step.chunk_by(|a, b| a.0 == b.0) {
             let count = group[0].0;
@@ -223,8 +228,9 @@ impl DFlashPipeline {
         Ok(())
     }
 
-    /// The tapped layer outputs of the last pass, side by side: `[batch, rows, taps * hidden]`.
-    pub(super) fn take_taps(&self) -> Result<Tensor> {
+    /// The tapped layer outputs of the last pass over `batch` sequences, side by side: `[batch, rows,
+    /// taps * hidden]`.
+    pub(super) fn take_taps(&self, batch: usize) -> Result<Tensor> {
         let taps = self.taps()?.take()?;
         match taps.first().map(Tensor::device).cloned() {
             Some(device) => {
@@ -233,6 +239,7 @@ impl DFlashPipeline {
                     .map(|tap| tap.to_device(&device))
                     .collect::<Result<Vec<_>>>()?;
                 let taps = Tensor::cat(&taps, D::Minus1)?;
+                let taps = taps.reshape((batch, (), taps.dim(D::Minus1)?))?;
                 if let Some(observer) = &self.hooks.taps {
                     observer(&taps);
                 }

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor, D};
 use mistralrs_core::plugin::{
     CacheBackendMetadata, CacheInstruction, PagedAttentionMeta, PrefixCacheManagerV2, Sequence,
 };
@@ -14,6 +14,7 @@ use rand_isaac::Isaac64Rng;
 
 use super::accept::Verified;
 use super::cache::{verify_metadata, Blocks, StepCache};
+use super::drafted::Drafted;
 use super::pipeline::{DFlashPipeline, Target};
 use super::plain::apply;
 use super::plan::{give_back, reserve, Plan};
@@ -272,7 +273,7 @@ impl DFlashPipeline {
         seqs: &[&mut Sequence],
         rows: usize,
         paged: Option<Paged<'_>>,
-    ) -> Result<Vec<Vec<u32>>> {
+    ) -> Result<Drafted> {
         let anchors = seqs
             .iter()
             .map(|seq| match seq.get_toks().last() {
@@ -282,7 +283,7 @@ impl DFlashPipeline {
             .collect::<Result<Vec<u32>>>()?;
         self.hooks.fault_at(FaultPoint::Draft)?;
         let head = self.head()?;
-        let mut drafts = match paged {
+        let drafts = match paged {
             None => {
                 let jobs = seqs
                     .iter()
@@ -295,7 +296,8 @@ impl DFlashPipeline {
                         _ => candle_core::bail!("sequence {} has nothing to draft from", seq.id()),
                     })
                     .collect::<Result<Vec<_>>>()?;
-                self.worker.draft(&head, &jobs, rows)?
+                let drafts = self.worker.draft(&head, &jobs, rows)?;
+                Tensor::new(drafts.concat(), &Device::Cpu)?.reshape((seqs.len(), ()))?
             }
             Some((_, blocks)) => {
                 let lens: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
@@ -309,16 +311,17 @@ impl DFlashPipeline {
                 self.worker.draft_pooled(&head, &anchors, &contexts, rows)?
             }
         };
-        if let Some(hook) = &self.hooks.drafts {
-            for (seq, drafts) in seqs.iter().zip(&mut drafts) {
-                hook(seq.get_toks(), drafts);
-            }
-        }
-        Ok(anchors
-            .iter()
-            .zip(drafts)
-            .map(|(anchor, drafts)| std::iter::once(*anchor).chain(drafts).collect())
-            .collect())
+        let change =
+            self.hooks.drafts.as_ref().map(|hook| {
+                move |i: usize, drafts: &mut Vec<u32>| hook(seqs[i].get_toks(), drafts)
+            });
+        Drafted::new(
+            &anchors,
+            &drafts,
+            change
+                .as_ref()
+                .map(|change| change as &dyn Fn(usize, &mut Vec<u32>)),
+        )
     }
 
     /// One target forward over all blocks; its features become draft K/V. `[batch, rows, vocab]`.
@@ -326,18 +329,24 @@ impl DFlashPipeline {
         &mut self,
         seqs: &mut [&mut Sequence],
         bases: &[usize],
-        blocks: &[Vec<u32>],
+        blocks: &Drafted,
         paged: Option<Paged<'_>>,
     ) -> Result<Tensor> {
         let start = self.clock()?;
-        let rows = blocks.first().map_or(0, Vec::len);
-        let mut inputs = verify::inputs(blocks, bases, &self.target.device())?;
+        let rows = blocks.rows();
+        let device = self.target.device();
+        let layout = match paged {
+            Some(_) if device.is_cuda() => verify::Rows::Single,
+            _ => verify::Rows::Blocks,
+        };
+        let mut inputs = verify::inputs(blocks, bases, layout, &device)?;
         if let Some((meta, kv_blocks)) = paged {
             let meta = verify_metadata(&self.target, meta, kv_blocks, bases, rows)?;
             inputs.paged_attn_meta = Some(meta);
         }
         let result = self.target.forward_inputs(Box::new(inputs), false)?;
         let logits = verify::logits_of(result)?;
+        let logits = logits.reshape((blocks.batch(), rows, logits.dim(D::Minus1)?))?;
         self.hooks.fault_at(FaultPoint::Verify)?;
         self.clocked(Phase::Verify, start)?;
         let start = self.clock()?;
@@ -345,7 +354,7 @@ impl DFlashPipeline {
         if paged.is_none() && !verify::model_holds(&*self.target, &lens)? {
             candle_core::bail!("the target's KV cache does not hold the {rows} verified rows");
         }
-        let mut taps = self.take_taps()?;
+        let mut taps = self.take_taps(blocks.batch())?;
         if self.hooks.goes_wrong_at(FaultPoint::NanFeatures) {
             taps = taps.affine(f64::NAN, 0.0)?;
         }

@@ -7,18 +7,41 @@ use mistralrs_core::plugin::{
 };
 use mistralrs_core::Pipeline;
 
-/// The target's inputs for `blocks` (anchor and drafts, all of one length) of sequences whose KV
-/// caches hold `bases` rows. Logits of every row are asked for.
-pub fn inputs(blocks: &[Vec<u32>], bases: &[usize], device: &Device) -> Result<ModelInputs> {
-    let (batch, rows) = (blocks.len(), blocks.first().map_or(0, Vec::len));
-    let ids: Vec<u32> = blocks.iter().flatten().copied().collect();
+use super::drafted::Drafted;
+
+/// How a verify pass gives its rows to the target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rows {
+    /// `[batch, rows]`.
+    Blocks,
+    /// `[batch * rows, 1]`: as decode rows of so many sequences, which the host's layers take without
+    /// a transpose. For the paged cache only.
+    Single,
+}
+
+/// The target's inputs for blocks of sequences whose KV caches hold `bases` rows. Logits of every row
+/// are asked for.
+pub fn inputs(
+    blocks: &Drafted,
+    bases: &[usize],
+    layout: Rows,
+    device: &Device,
+) -> Result<ModelInputs> {
+    let (batch, rows) = (blocks.batch(), blocks.rows());
+    let (shape, offsets) = match layout {
+        Rows::Blocks => ((batch, rows), bases.to_vec()),
+        Rows::Single => {
+            let offsets = bases.iter().flat_map(|base| *base..base + rows);
+            ((batch * rows, 1), offsets.collect())
+        }
+    };
     Ok(ModelInputs {
-        input_ids: Tensor::from_vec(ids, (batch, rows), device)?,
+        input_ids: blocks.ids(device)?.reshape(shape)?,
         input_ids_full: None,
-        seqlen_offsets: bases.to_vec(),
+        position_ids: offsets.iter().map(|offset| offset + shape.1).collect(),
+        seqlen_offsets: offsets,
         seqlen_offsets_full: None,
-        context_lens: vec![(0, rows); batch],
-        position_ids: bases.iter().map(|base| base + rows).collect(),
+        context_lens: vec![(0, shape.1); shape.0],
         paged_attn_meta: None,
         flash_meta: FlashParams::empty(true),
         flash_meta_full: None,

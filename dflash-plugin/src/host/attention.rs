@@ -1,0 +1,125 @@
+//! The block attention kernel in the target's decode steps: for the rows of a verify pass, and for
+//! plain decode rows.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use candle_core::{DType, DeviceLocation, Result, Tensor};
+use dflash_kernels::{block_attention, AttentionOptions, PagedContext};
+use mistralrs_core::plugin::{
+    set_decode_attention, BlockAttention, DecodeAttention, DecodeRows, SdpaParams,
+};
+
+/// Let every model of this process decode with the block attention kernel on a GPU, in bf16 and f16.
+/// The host's own kernel reads a sequence's K/V once for each query head instead of once for each
+/// K/V head, and walks 512 positions one after another. To be called before a model is loaded.
+pub fn use_decode_attention() {
+    // Only one can be set; another one is this one as well.
+    set_decode_attention(Arc::new(DecodeKernel));
+}
+
+#[derive(Debug)]
+struct DecodeKernel;
+
+impl DecodeAttention for DecodeKernel {
+    fn attend(
+        &self,
+        query: &Tensor,
+        rows: &DecodeRows,
+        params: &SdpaParams,
+    ) -> Result<Option<Tensor>> {
+        let context = PagedContext {
+            keys: rows.key_cache,
+            values: rows.value_cache,
+            block_tables: rows.block_tables,
+            context_lens: rows.context_lens,
+            longest: Some(rows.longest),
+        };
+        attend(query, 1, &context, params)
+    }
+}
+
+/// Reads the K/V of each sequence once for all rows of its block.
+#[derive(Debug)]
+pub(super) struct OneRead {
+    pub rows: usize,
+    /// `[sequences, most blocks]`
+    pub tables: HashMap<DeviceLocation, Tensor>,
+    /// `[sequences]`: positions, the block's own included.
+    pub lens: HashMap<DeviceLocation, Tensor>,
+    pub longest: usize,
+}
+
+impl BlockAttention for OneRead {
+    fn attend(
+        &self,
+        query: &Tensor,
+        key_cache: &Tensor,
+        value_cache: &Tensor,
+        params: &SdpaParams,
+    ) -> Result<Option<Tensor>> {
+        let here = query.device().location();
+        let (Some(tables), Some(lens)) = (self.tables.get(&here), self.lens.get(&here)) else {
+            return Ok(None);
+        };
+        let context = PagedContext {
+            keys: key_cache,
+            values: value_cache,
+            block_tables: tables,
+            context_lens: lens,
+            longest: Some(self.longest),
+        };
+        attend(query, self.rows, &context, params)
+    }
+
+    fn inputs(&self, location: DeviceLocation) -> Option<(Tensor, Tensor)> {
+        let (tables, lens) = (self.tables.get(&location)?, self.lens.get(&location)?);
+        Some((tables.clone(), lens.clone()))
+    }
+
+    fn with_inputs(
+        &self,
+        location: DeviceLocation,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        longest: usize,
+    ) -> Arc<dyn BlockAttention> {
+        Arc::new(Self {
+            rows: self.rows,
+            tables: HashMap::from([(location, block_tables)]),
+            lens: HashMap::from([(location, context_lens)]),
+            longest,
+        })
+    }
+}
+
+/// `query`: `[sequences * rows, heads, head_dim]`; `None` for what the host's kernel has to do.
+fn attend(
+    query: &Tensor,
+    rows: usize,
+    context: &PagedContext,
+    params: &SdpaParams,
+) -> Result<Option<Tensor>> {
+    // In f32 and on the CPU the host's kernel: a row then comes out bit by bit as in plain
+    // decoding. It also rounds a window to whole blocks, which must be the same in both.
+    let is_covered = query.device().is_cuda()
+        && matches!(query.dtype(), DType::BF16 | DType::F16)
+        && context.keys.dtype() == query.dtype()
+        && params.sliding_window.is_none();
+    if !is_covered {
+        return Ok(None);
+    }
+    let (all_rows, heads, head_dim) = query.dims3()?;
+    let sinks = params.sinks.as_ref();
+    let sinks = sinks.map(|s| s.to_dtype(DType::F32)).transpose()?;
+    let options = AttentionOptions {
+        scale: params.softmax_scale,
+        causal: true,
+        window: None,
+        softcap: params.softcap.filter(|cap| *cap != 1.0),
+        sinks: sinks.as_ref(),
+    };
+    let query = query.reshape((all_rows / rows, rows, heads, head_dim))?;
+    let out = block_attention(&query, context, None, &options)?;
+    Ok(Some(out.reshape((all_rows, heads, head_dim))?))
+}
