@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::engine::{Engine, Generation, Job, PairArgs, Prompt};
 use crate::prompts::{self, PromptLine};
-use crate::report::{self, median, Pair, Summary};
+use crate::report::{self, median, Divergence, Pair, Summary};
 
 /// Options of `bench`.
 #[derive(Debug, Args)]
@@ -40,6 +40,10 @@ pub struct BenchArgs {
     /// Do not decode plainly: only tau is measured, speed and identity are not
     #[arg(long)]
     pub tau_only: bool,
+    /// Where texts part: how far apart plain decoding's two best logits were there (a further run
+    /// each, with logits on the host)
+    #[arg(long, conflicts_with = "tau_only")]
+    pub gaps: bool,
     /// Write all figures to this file
     #[arg(long)]
     pub json: Option<PathBuf>,
@@ -87,6 +91,9 @@ pub async fn run(args: &BenchArgs) -> Result<()> {
     progress.finish_and_clear();
     let summaries = Summary::table_of(&pairs);
     println!("{}", report::render(&summaries));
+    if args.gaps {
+        println!("{}", report::render_divergences(&pairs));
+    }
     if args.tau_only {
         println!(
             "tau only: the columns plain tok/s, speedup, efficiency and identical mean nothing"
@@ -134,6 +141,15 @@ async fn measure(
             stats.push(engine.stats().since(&before));
         }
     }
+    let mut divergences = vec![None; speculative.len()];
+    if let (true, Some(plain)) = (args.gaps, plain) {
+        let job = job.clone().recorded();
+        let plain = plain.generate(&job, |_| ()).await?;
+        for ((_, engine), divergence) in speculative.iter().zip(&mut divergences) {
+            let run = engine.generate(&job, |_| ()).await?;
+            *divergence = Divergence::between(&plain, &run);
+        }
+    }
     let speed = |runs: &[Generation]| {
         median(runs.iter().map(Generation::tokens_per_second)).unwrap_or(f64::NAN)
     };
@@ -141,7 +157,8 @@ async fn measure(
         .iter()
         .zip(runs)
         .zip(stats)
-        .map(|(((block_size, _), runs), stats)| Pair {
+        .zip(divergences)
+        .map(|((((block_size, _), runs), stats), divergence)| Pair {
             id: prompt.id.clone(),
             kind: prompt.kind.clone(),
             block_size: *block_size,
@@ -155,6 +172,7 @@ async fn measure(
                 Some(plain) => runs.iter().all(|run| Pair::same(plain, run)),
                 None => false,
             },
+            divergence,
         })
         .collect();
     Ok(pairs)

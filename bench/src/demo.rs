@@ -67,6 +67,7 @@ pub async fn run(args: &DemoArgs) -> Result<()> {
             emitted: stats.emitted,
             accepts: stats.accepts,
             identical: Pair::same(&without, &with),
+            divergence: None,
         });
     }
     let summaries = Summary::table_of(&pairs);

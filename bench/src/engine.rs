@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{anyhow, bail, Context, Result};
 use candle_core::Tensor;
 use dflash_plugin::stats::StatsSnapshot;
-use dflash_plugin::DFlashMethod;
+use dflash_plugin::{use_decode_attention, DFlashMethod};
 use either::Either;
 use indexmap::IndexMap;
 use mistralrs_core::{
@@ -18,6 +18,7 @@ use mistralrs_core::{
 };
 use mistralrs_server_core::mistralrs_for_server_builder::MistralRsForServerBuilder;
 use tokio::sync::mpsc::channel;
+use tracing_subscriber::EnvFilter;
 
 /// A target model on disk.
 #[derive(Debug, Clone)]
@@ -278,6 +279,12 @@ impl Engine {
 
     /// Load with a method of the caller's, such as one with an observer.
     pub async fn load_with(setup: &Setup, method: DFlashMethod) -> Result<Self> {
+        use_decode_attention();
+        if std::env::var_os("RUST_LOG").is_some() {
+            // For tests; a binary has set up its own.
+            let log = tracing_subscriber::fmt().with_env_filter(EnvFilter::from_default_env());
+            log.with_writer(std::io::stderr).try_init().ok();
+        }
         // Tests and benchmarks must not go on over a broken invariant.
         let method = Arc::new(method.strict());
         let speculation = match &setup.draft {

@@ -24,6 +24,31 @@ pub struct Pair {
     pub accepts: Vec<u64>,
     /// Text, finish reason and token count are those of plain decoding.
     pub identical: bool,
+    /// Where the tokens part, if that was looked for and they do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub divergence: Option<Divergence>,
+}
+
+/// The first token that is not plain decoding's.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Divergence {
+    /// Its place in the answer, from 0.
+    pub token: usize,
+    /// Plain decoding's best logit minus its second best there.
+    pub gap: f32,
+}
+
+impl Divergence {
+    /// From recorded runs. An answer that ends earlier parts from the other at its end.
+    pub fn between(plain: &Generation, dflash: &Generation) -> Option<Self> {
+        let longest = plain.tokens.len().max(dflash.tokens.len());
+        let token =
+            (0..longest).find(|token| plain.tokens.get(*token) != dflash.tokens.get(*token))?;
+        Some(Self {
+            token,
+            gap: plain.gaps.get(token).copied().unwrap_or(f32::NAN),
+        })
+    }
 }
 
 impl Pair {
@@ -130,6 +155,47 @@ pub fn write_json(file: &Path, figures: &impl Serialize) -> Result<()> {
         .with_context(|| format!("cannot write {}", file.display()))
 }
 
+/// Divergences by block size: how many, and how near the ties were.
+pub fn render_divergences(pairs: &[Pair]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(UTF8_FULL_CONDENSED).set_header([
+        "block",
+        "prompts",
+        "tokens",
+        "texts that part",
+        "median gap there",
+        "largest",
+    ]);
+    let mut block_sizes: Vec<usize> = pairs.iter().map(|p| p.block_size).collect();
+    block_sizes.sort_unstable();
+    block_sizes.dedup();
+    for block_size in block_sizes {
+        let of_size: Vec<&Pair> = pairs
+            .iter()
+            .filter(|p| p.block_size == block_size)
+            .collect();
+        let gaps = || {
+            let divergences = of_size.iter().filter_map(|p| p.divergence);
+            divergences.map(|divergence| f64::from(divergence.gap))
+        };
+        let largest = gaps().max_by(f64::total_cmp);
+        let cell = |gap: Option<f64>| gap.map_or("-".into(), |gap| format!("{gap:.3}"));
+        table.add_row([
+            block_size.to_string(),
+            of_size.len().to_string(),
+            of_size
+                .iter()
+                .map(|p| p.new_tokens)
+                .sum::<usize>()
+                .to_string(),
+            gaps().count().to_string(),
+            cell(median(gaps())),
+            cell(largest),
+        ]);
+    }
+    table
+}
+
 /// The summaries as a table for a terminal.
 pub fn render(summaries: &[Summary]) -> Table {
     let mut table = Table::new();
@@ -190,6 +256,20 @@ mod tests {
     }
 
     #[test]
+    fn texts_part_at_their_first_other_token_or_at_the_shorter_ones_end() {
+        let run = |tokens: &[u32]| Generation {
+            tokens: tokens.to_vec(),
+            gaps: vec![0.5, 0.25, 0.125],
+            ..Generation::default()
+        };
+        let plain = run(&[1, 2, 3]);
+        let at = |other| Divergence::between(&plain, &run(other)).map(|d| (d.token, d.gap));
+        assert_eq!(at(&[1, 2, 3]), None);
+        assert_eq!(at(&[1, 7, 3]), Some((1, 0.25)));
+        assert_eq!(at(&[1, 2]), Some((2, 0.125)));
+    }
+
+    #[test]
     fn tau_weighs_prompts_by_their_rounds_and_efficiency_is_their_median() {
         let pair = |plain, dflash, rounds, emitted| Pair {
             id: "x".into(),
@@ -202,6 +282,7 @@ mod tests {
             emitted,
             accepts: Vec::new(),
             identical: true,
+            divergence: None,
         };
         let (a, b) = (pair(10.0, 20.0, 10, 20), pair(10.0, 20.0, 30, 100));
         let summary = Summary::of("k", 8, &[&a, &b]).unwrap();

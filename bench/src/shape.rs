@@ -191,12 +191,15 @@ async fn measure(
     concurrency: usize,
     block: usize,
 ) -> Result<Row> {
-    let jobs: Vec<Job> = (0..concurrency)
-        .map(|i| Job::greedy(Prompt::Tokens(shape.prompt(i, context)), args.tokens))
-        .collect();
-    // Once for what is made on first use.
-    let warm = Job::greedy(Prompt::Tokens(shape.prompt(97, context)), 8);
-    engine.generate(&warm, |_| ()).await?;
+    let jobs = |first: usize| -> Vec<Job> {
+        (first..first + concurrency)
+            .map(|i| Job::greedy(Prompt::Tokens(shape.prompt(i, context)), args.tokens))
+            .collect()
+    };
+    // Once, with prompts of its own, for what is made when a shape of step is first seen.
+    let warm = jobs(concurrency);
+    try_join_all(warm.iter().map(|job| engine.generate(job, |_| ()))).await?;
+    let jobs = jobs(0);
     if let Some(phases) = phases {
         phases.take();
     }
