@@ -54,6 +54,8 @@ families! {
     gpt_oss: "gpt_oss, sliding window in every second layer",
     deepseek2: "deepseek2",
     deepseek3: "deepseek3",
+    qwen3_next: "qwen3_next",
+    granitemoehybrid: "granitemoehybrid",
     llama_gguf: "llama (GGUF)",
     qwen2_gguf: "qwen2 (GGUF)",
     qwen3_gguf: "qwen3 (GGUF)",

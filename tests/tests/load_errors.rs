@@ -175,12 +175,6 @@ async fn a_target_of_another_family_is_refused_with_the_list_of_what_works() {
         .is_ok());
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_target_with_recurrent_layers_is_refused() {
-    let error = Refused::write("qwen3_next").error().await;
-    contains(&error, &["recurrent layers", "cannot be rolled back"]);
-}
-
 #[test]
 fn a_target_that_is_no_text_model_is_refused() {
     let refused = Refused::write("gemma3");

@@ -8,7 +8,7 @@ use super::drafted::Drafted;
 use super::method::Hooks;
 use super::pipeline::{DFlashPipeline, Target};
 use super::step::{committed, Sampling};
-use super::{state, verify};
+use super::{recurrent, state, verify};
 use crate::commit::{self, Choice, VerifiedSequence};
 use crate::fault::FaultPoint;
 use crate::trace::Round;
@@ -54,6 +54,7 @@ impl DFlashPipeline {
                 logits: logits.i(i)?,
                 choices: std::mem::take(&mut choices[i]),
                 drafts,
+                base: bases[i],
                 hooks: &self.hooks,
                 is_paged,
             };
@@ -87,6 +88,7 @@ impl DFlashPipeline {
             }
             self.check_lengths(seq)?;
         }
+        recurrent::settle(&*self.target)?;
         if is_paged {
             return Ok(());
         }
@@ -158,6 +160,8 @@ struct Rows<'a, 'b> {
     /// By row, where they were made for the whole batch.
     choices: Vec<Option<GreedyChoice>>,
     drafts: &'a [u32],
+    /// Committed positions before the step.
+    base: usize,
     hooks: &'a Hooks,
     is_paged: bool,
 }
@@ -169,6 +173,8 @@ impl VerifiedSequence for Rows<'_, '_> {
         if !self.is_paged {
             verify::set_seq_len(self.seq, len)?;
         }
+        let rows = len.saturating_sub(self.base);
+        recurrent::select_rows(&**self.target, self.seq, rows)?;
         match state::kv_mut(self.seq) {
             Some(kv) => Ok(kv.set_len(len)?),
             None => Ok(()),

@@ -14,6 +14,7 @@
 //! | `accept` | the verified rows in front of the host's sampler |
 //! | `plain` | prompts and plain steps, which keep the draft KV in step |
 //! | `verify` | the verify pass on the host's normal KV cache, and its rollback |
+//! | `recurrent` | the states of recurrent layers over a step |
 //! | `cache` | the KV cache of a step: the model's own, or the host's paged one |
 //! | `attention` | block attention in the target's decode steps on a GPU |
 //! | `replay` | draft passes as CUDA graphs |
@@ -29,6 +30,7 @@ mod pairing;
 mod pipeline;
 mod plain;
 mod plan;
+mod recurrent;
 mod replay;
 mod source;
 mod state;

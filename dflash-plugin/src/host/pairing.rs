@@ -91,15 +91,12 @@ fn refusal(target: &(dyn Pipeline + Send + Sync)) -> Option<Refusal> {
     if metadata.is_xlora {
         return Some(Refusal::XLora);
     }
-    if matches!(target.cache(), EitherCache::Hybrid(_)) {
-        return Some(Refusal::Recurrent);
-    }
     if metadata.no_kv_cache {
         return Some(Refusal::NoKvCache);
     }
     let head = target.speculative_target();
     let is_known = head.is_some_and(|head| targets::find(head.family()).is_some());
-    let is_usable = is_known && matches!(target.cache(), EitherCache::Normal(_));
+    let is_usable = is_known && !matches!(target.cache(), EitherCache::Full(_));
     (!is_usable).then_some(Refusal::Family)
 }
 

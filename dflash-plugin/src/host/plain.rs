@@ -11,7 +11,7 @@ use super::cache::{Blocks, StepCache};
 use super::pipeline::{DFlashPipeline, Target};
 use super::state::{self, DraftKv, DraftState};
 use super::step::{caught, Sampling};
-use super::verify;
+use super::{recurrent, verify};
 use crate::fault::FaultPoint;
 use crate::stats::Fallback;
 use crate::trace::Phase;
@@ -55,6 +55,7 @@ impl DFlashPipeline {
             )
             .map_err(candle_core::Error::msg)?;
         apply(&self.target, seqs, pre_op);
+        recurrent::begin(&*self.target, seqs)?;
         let start = Instant::now();
         let logits = verify::logits_of(self.target.forward_inputs(inputs, false)?)?;
         let elapsed = start.elapsed();

@@ -19,7 +19,7 @@ use super::pipeline::{DFlashPipeline, Target};
 use super::plain::apply;
 use super::plan::{give_back, reserve, Plan};
 use super::state::{self, DraftKv};
-use super::verify;
+use super::{recurrent, verify};
 use crate::fault::FaultPoint;
 use crate::pool::PooledContexts;
 use crate::stats::Fallback;
@@ -344,6 +344,8 @@ impl DFlashPipeline {
             let meta = verify_metadata(&self.target, meta, kv_blocks, bases, rows)?;
             inputs.paged_attn_meta = Some(meta);
         }
+        recurrent::begin(&*self.target, seqs)?;
+        recurrent::keep_rows(&*self.target)?;
         let result = self.target.forward_inputs(Box::new(inputs), false)?;
         let logits = verify::logits_of(result)?;
         let logits = logits.reshape((blocks.batch(), rows, logits.dim(D::Minus1)?))?;
@@ -387,6 +389,7 @@ impl DFlashPipeline {
             }
         }
         self.taps()?.clear();
+        recurrent::drop_rows(&*self.target)?;
         if is_paged {
             return Ok(()); // The next step writes over the rows behind the committed ones.
         }

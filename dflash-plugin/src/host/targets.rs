@@ -10,6 +10,8 @@ pub enum Cache {
     Whole,
     /// The rows of a sliding window, in all layers or in some, if the model's config has one.
     Window,
+    /// Every row in some layers, one state for the whole text in the others.
+    Recurrent,
 }
 
 /// The file format of a target.
@@ -61,7 +63,7 @@ const fn family(
     }
 }
 
-use Cache::{Whole, Window};
+use Cache::{Recurrent, Whole, Window};
 use Format::{Gguf, Safetensors};
 
 const LONG_ROPE: &str = "with LongRoPE: plain steps past `original_max_position_embeddings`, and \
@@ -110,6 +112,20 @@ pub const TARGETS: &[TargetFamily] = &[
     family("gpt_oss", Safetensors, "GptOssForCausalLM", Window, ""),
     family("deepseek2", Safetensors, "DeepseekV2ForCausalLM", Whole, ""),
     family("deepseek3", Safetensors, "DeepseekV3ForCausalLM", Whole, ""),
+    family(
+        "qwen3_next",
+        Safetensors,
+        "Qwen3NextForCausalLM",
+        Recurrent,
+        "",
+    ),
+    family(
+        "granitemoehybrid",
+        Safetensors,
+        "GraniteMoeHybridForCausalLM",
+        Recurrent,
+        "the draft model gets the embedding without `embedding_multiplier`",
+    ),
     family("llama", Gguf, "llama", Whole, "`mistral3` too"),
     family("qwen2", Gguf, "qwen2", Whole, ""),
     family("qwen3", Gguf, "qwen3", Whole, ""),
@@ -127,26 +143,18 @@ pub const TARGETS: &[TargetFamily] = &[
 pub enum Refusal {
     NotText,
     XLora,
-    Recurrent,
     NoKvCache,
     Family,
 }
 
 impl Refusal {
-    pub const ALL: [Self; 5] = [
-        Self::NotText,
-        Self::XLora,
-        Self::Recurrent,
-        Self::NoKvCache,
-        Self::Family,
-    ];
+    pub const ALL: [Self; 4] = [Self::NotText, Self::XLora, Self::NoKvCache, Self::Family];
 
     /// Which targets these are.
     pub fn targets(self) -> &'static str {
         match self {
             Self::NotText => "models for images or sound, Gemma 3 and Qwen3.5 among them",
             Self::XLora => "X-LoRA adapters",
-            Self::Recurrent => "Qwen3-Next, Granite 4 (hybrid)",
             Self::NoKvCache => "any target with `--no-kv-cache`",
             Self::Family => "all others",
         }
@@ -160,7 +168,6 @@ impl Refusal {
                  head"
             }
             Self::XLora => "X-LoRA runs the model twice a step, with a KV cache of another kind",
-            Self::Recurrent => "it has recurrent layers, whose state cannot be rolled back",
             Self::NoKvCache => "its KV cache is off; leave --no-kv-cache out",
             Self::Family => "its family is not among those that are known to work",
         }
@@ -205,6 +212,7 @@ pub fn markdown() -> String {
         let cache = match target.cache {
             Whole => "whole",
             Window => "window",
+            Recurrent => "state",
         };
         let tested = match target.untested {
             None => "yes".into(),

@@ -1,9 +1,11 @@
 //! The verify pass on the host's normal KV cache, and its rollback.
 
+use std::sync::{Arc, Mutex, MutexGuard};
+
 use candle_core::{Device, Result, Tensor};
 use mistralrs_core::plugin::{
-    CacheManagerMixin, EitherCache, FlashParams, ForwardInputsResult, KvCache, ModelInputs,
-    NormalCache, Sequence,
+    CacheManagerMixin, EitherCache, FlashParams, ForwardInputsResult, HybridLayerCache, KvCache,
+    ModelInputs, NormalCache, Sequence,
 };
 use mistralrs_core::Pipeline;
 
@@ -59,16 +61,16 @@ pub fn logits_of(result: ForwardInputsResult) -> Result<Tensor> {
 /// Set the rows of each sequence in the model's own cache: O(1), rows behind them are overwritten
 /// later.
 pub fn set_model_lens(target: &(dyn Pipeline + Send + Sync), lens: &[usize]) -> Result<()> {
-    with_model_cache(target, |cache| {
-        let mut layers = cache.0.iter_mut();
+    with_model_cache(target, |layers| {
+        let mut layers = layers.iter_mut();
         layers.try_for_each(|layer| layer.set_row_lens(lens))
     })
 }
 
 /// Whether every layer of the model's own cache holds exactly these sequences' rows.
 pub fn model_holds(target: &(dyn Pipeline + Send + Sync), lens: &[usize]) -> Result<bool> {
-    with_model_cache(target, |cache| {
-        Ok(cache.0.iter().all(|layer| match layer {
+    with_model_cache(target, |layers| {
+        Ok(layers.iter().all(|layer| match layer {
             KvCache::Normal { k, .. } => {
                 let batch = k.all_data.as_ref().map_or(0, |data| data.dims()[0]);
                 batch == lens.len()
@@ -85,9 +87,8 @@ pub fn model_holds(target: &(dyn Pipeline + Send + Sync), lens: &[usize]) -> Res
 /// Rows that the model's cache can hold in all. The host grows it by whole steps and refuses one
 /// that ends past the maximum, so a maximum that is no multiple of the step is not reached.
 pub fn model_capacity(target: &(dyn Pipeline + Send + Sync)) -> Result<usize> {
-    with_model_cache(target, |cache| {
-        Ok(cache
-            .0
+    with_model_cache(target, |layers| {
+        Ok(layers
             .iter()
             .filter_map(|layer| match layer {
                 KvCache::Normal { k, .. } => {
@@ -106,29 +107,42 @@ pub fn model_capacity(target: &(dyn Pipeline + Send + Sync)) -> Result<usize> {
 /// back to any length.
 pub fn keep_all_rows(target: &(dyn Pipeline + Send + Sync)) -> Result<()> {
     let max_seq_len = target.get_metadata().max_seq_len;
-    with_model_cache(target, |cache| {
-        let layers = cache.0.iter_mut();
+    with_model_cache(target, |layers| {
+        let layers = layers.iter_mut();
         layers.for_each(|layer| layer.keep_all_rows(max_seq_len));
         Ok(())
     })
 }
 
+/// `f` on the layers of the model's own cache that hold K/V.
 fn with_model_cache<T>(
     target: &(dyn Pipeline + Send + Sync),
-    f: impl FnOnce(&mut NormalCache) -> Result<T>,
+    f: impl FnOnce(&mut [&mut KvCache]) -> Result<T>,
 ) -> Result<T> {
     match target.cache() {
         EitherCache::Normal(cache) => {
-            // A panic in the model's forward pass poisons it; the lengths are put right by those
-            // who come here, and the rows behind them are overwritten.
-            let mut guard = cache.lock().unwrap_or_else(|poisoned| {
-                cache.clear_poison();
-                poisoned.into_inner()
-            });
-            f(&mut guard)
+            let mut cache = locked(cache);
+            f(&mut cache.0.iter_mut().collect::<Vec<_>>())
         }
-        _ => candle_core::bail!("the target's KV cache is not a normal one any more"),
+        EitherCache::Hybrid(cache) => {
+            let mut cache = locked(cache);
+            let layers = cache.caches.iter_mut();
+            let layers = layers.filter_map(HybridLayerCache::as_kv_cache_mut);
+            f(&mut layers.collect::<Vec<_>>())
+        }
+        EitherCache::Full(_) => {
+            candle_core::bail!("the target's KV cache is not one that can be set back any more")
+        }
     }
+}
+
+/// A panic in the model's forward pass poisons the lock; the lengths are put right by those who come
+/// here, and the rows behind them are overwritten.
+pub(super) fn locked<T>(cache: &Arc<Mutex<T>>) -> MutexGuard<'_, T> {
+    cache.lock().unwrap_or_else(|poisoned| {
+        cache.clear_poison();
+        poisoned.into_inner()
+    })
 }
 
 /// Rows in the KV cache that `seq` owns (a copy of its part of the model's).

@@ -3,6 +3,7 @@
 mod dense;
 mod mixtures;
 mod norms;
+mod recurrent;
 mod refused;
 
 pub use refused::refused;
@@ -208,5 +209,6 @@ pub fn families() -> Vec<Family> {
     families.extend(norms::gemmas());
     families.extend(norms::with_layer_norm());
     families.extend(mixtures::families());
+    families.extend(recurrent::families());
     families
 }
