@@ -10,6 +10,7 @@ use candle_core::Tensor;
 use dflash_plugin::stats::StatsSnapshot;
 use dflash_plugin::{use_decode_attention, DFlashMethod};
 use either::Either;
+use image::DynamicImage;
 use indexmap::IndexMap;
 use mistralrs_core::{
     CustomLogitsProcessor, MistralRs, ModelDType, ModelSelected, NormalRequest, Request,
@@ -27,6 +28,10 @@ pub enum Target {
     Folder(PathBuf),
     /// GGUF file.
     Gguf(PathBuf),
+    /// Folder in Hugging Face format, and the folder of a LoRA adapter for it.
+    Lora(PathBuf, PathBuf),
+    /// Folder that a UQFF file was written to, with the name of its first shard.
+    Uqff(PathBuf, String),
 }
 
 impl Target {
@@ -41,22 +46,20 @@ impl Target {
     /// As the host's loaders take it.
     pub fn select(&self, dtype: ModelDType) -> Result<ModelSelected> {
         match self {
-            Self::Folder(folder) => Ok(ModelSelected::Plain {
-                model_id: utf8(folder)?,
+            Self::Folder(folder) => auto(folder, None, dtype),
+            Self::Uqff(folder, file) => auto(folder, Some(file.clone()), dtype),
+            Self::Lora(folder, adapter) => Ok(ModelSelected::Lora {
+                model_id: Some(utf8(folder)?),
                 tokenizer_json: None,
+                adapter_model_id: utf8(adapter)?,
                 arch: None,
                 dtype,
                 topology: None,
-                organization: None,
                 write_uqff: None,
                 from_uqff: None,
-                imatrix: None,
-                calibration_file: None,
                 max_seq_len: MAX_SEQ_LEN,
                 max_batch_size: 1,
                 hf_cache_path: None,
-                matformer_config_path: None,
-                matformer_slice_name: None,
             }),
             Self::Gguf(file) => Ok(ModelSelected::GGUF {
                 tok_model_id: None,
@@ -74,6 +77,29 @@ impl Target {
 }
 
 const MAX_SEQ_LEN: usize = 4096;
+
+/// A folder whose kind the host finds out, as its command line has it.
+fn auto(folder: &Path, from_uqff: Option<String>, dtype: ModelDType) -> Result<ModelSelected> {
+    Ok(ModelSelected::Run {
+        model_id: utf8(folder)?,
+        tokenizer_json: None,
+        dtype,
+        topology: None,
+        organization: None,
+        write_uqff: None,
+        from_uqff,
+        imatrix: None,
+        calibration_file: None,
+        max_edge: None,
+        max_seq_len: MAX_SEQ_LEN,
+        max_batch_size: 1,
+        max_num_images: None,
+        max_image_length: None,
+        hf_cache_path: None,
+        matformer_config_path: None,
+        matformer_slice_name: None,
+    })
+}
 
 fn utf8(path: &Path) -> Result<String> {
     path.to_str()
@@ -208,6 +234,8 @@ pub enum Prompt {
     Text(String),
     /// Token ids as they are.
     Tokens(Vec<u32>),
+    /// One user turn with an image, whose place the text says in the model's own way.
+    Image(String, DynamicImage),
 }
 
 /// One request.
@@ -419,20 +447,26 @@ impl Engine {
 }
 
 fn messages(prompt: &Prompt) -> RequestMessage {
+    let message = |(role, content): (String, String)| {
+        IndexMap::from([
+            ("role".to_string(), Either::Left(role)),
+            ("content".to_string(), Either::Left(content)),
+        ])
+    };
     let turns = |turns: Vec<(String, String)>| RequestMessage::Chat {
-        messages: turns
-            .into_iter()
-            .map(|(role, content)| {
-                IndexMap::from([
-                    ("role".to_string(), Either::Left(role)),
-                    ("content".to_string(), Either::Left(content)),
-                ])
-            })
-            .collect(),
+        messages: turns.into_iter().map(message).collect(),
         enable_thinking: None,
         reasoning_effort: None,
     };
     match prompt {
+        Prompt::Image(text, image) => RequestMessage::MultimodalChat {
+            images: vec![image.clone()],
+            audios: Vec::new(),
+            videos: Vec::new(),
+            messages: vec![message(("user".into(), text.clone()))],
+            enable_thinking: None,
+            reasoning_effort: None,
+        },
         Prompt::Chat(text) => turns(vec![("user".into(), text.clone())]),
         Prompt::Turns(list) => turns(list.clone()),
         Prompt::Text(text) => RequestMessage::Completion {

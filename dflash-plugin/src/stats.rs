@@ -23,6 +23,8 @@ pub enum Fallback {
     NotWorthwhile,
     /// The request turned speculation off.
     DisabledByRequest,
+    /// The sequence has images, of a target that counts positions in another way behind them.
+    Images,
     /// Target or draft KV did not have the length that invariant I2 asks for. A bug: it is
     /// repaired or the draft KV dropped, and tests fail on it.
     OutOfStep,
@@ -39,6 +41,7 @@ impl Fallback {
             Self::Error => "error",
             Self::NotWorthwhile => "not_worthwhile",
             Self::DisabledByRequest => "disabled_by_request",
+            Self::Images => "images",
             Self::OutOfStep => "out_of_step",
         }
     }
@@ -57,6 +60,9 @@ impl Fallback {
                 "drafting does not pay at the moment, or its gain is being measured"
             }
             Self::DisabledByRequest => "a request turned speculation off",
+            Self::Images => {
+                "a request has images, which move the positions of the text behind them"
+            }
             Self::OutOfStep => "the KV caches of target and draft model were out of step",
         }
     }

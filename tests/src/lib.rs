@@ -7,7 +7,7 @@ pub mod oracle;
 pub mod server;
 pub mod tiny;
 mod tokenizer;
-mod weights;
+pub mod weights;
 pub mod zoo;
 
 use std::path::{Path, PathBuf};

@@ -18,21 +18,37 @@ pub fn tokens(count: usize) -> Vec<String> {
 
 /// Write `tokenizer.json` and `tokenizer_config.json` of these tokens and an end of text.
 pub fn write(count: usize, folder: &Path) {
-    let mut vocab: serde_json::Map<String, serde_json::Value> = tokens(count)
+    write_with(count, &[], folder);
+}
+
+/// The same with special tokens in place of some; if there are any, a chat is the text of its messages.
+pub fn write_with(count: usize, special: &[(&str, usize)], folder: &Path) {
+    let mut tokens = tokens(count);
+    for (token, id) in special {
+        tokens[*id] = token.to_string();
+    }
+    tokens.push(END.into());
+    let added: Vec<_> = special.iter().copied().chain([(END, count)]).collect();
+    let added: Vec<_> = added
+        .into_iter()
+        .map(|(token, id)| {
+            json!({
+                "id": id, "content": token, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false, "special": true
+            })
+        })
+        .collect();
+    let vocab: serde_json::Map<String, serde_json::Value> = tokens
         .into_iter()
         .enumerate()
         .map(|(id, token)| (token, json!(id)))
         .collect();
-    vocab.insert(END.into(), json!(count));
     let byte_level = json!({
         "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true
     });
     let tokenizer = json!({
         "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
-        "added_tokens": [{
-            "id": count, "content": END, "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false, "special": true
-        }],
+        "added_tokens": added,
         "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
@@ -41,6 +57,10 @@ pub fn write(count: usize, folder: &Path) {
         }
     });
     std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
-    let config = json!({ "eos_token": END });
+    let template = "{% for message in messages %}{{ message['content'] }}{% endfor %}";
+    let config = match special {
+        [] => json!({ "eos_token": END }),
+        _ => json!({ "eos_token": END, "chat_template": template }),
+    };
     std::fs::write(folder.join("tokenizer_config.json"), config.to_string()).unwrap();
 }

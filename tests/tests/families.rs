@@ -45,6 +45,7 @@ families! {
     smollm3: "smollm3",
     gemma: "gemma",
     gemma2: "gemma2, sliding window in every second layer",
+    gemma3: "gemma3, sliding window in every second layer",
     phi2: "phi2",
     starcoder2: "starcoder2, sliding window",
     phi3_5_moe: "phi3.5moe, bias of the head",
@@ -56,6 +57,12 @@ families! {
     deepseek3: "deepseek3",
     qwen3_next: "qwen3_next",
     granitemoehybrid: "granitemoehybrid",
+    gemma3_images: "gemma3, with images, sliding window in every second layer",
+    mistral3: "mistral3, sliding window",
+    qwen2_vl: "qwen2vl",
+    qwen2_5_vl: "qwen2_5vl",
+    qwen3_vl: "qwen3vl",
+    qwen3_vl_moe: "qwen3vlmoe",
     llama_gguf: "llama (GGUF)",
     qwen2_gguf: "qwen2 (GGUF)",
     qwen3_gguf: "qwen3 (GGUF)",
@@ -266,6 +273,8 @@ async fn a_prefix_hit_past_the_window_gives_the_same_text() {
         "gemma2, sliding window in every second layer",
         "qwen3, sliding window in the last layers only",
         "gpt_oss, sliding window in every second layer",
+        "gemma3, with images, sliding window in every second layer",
+        "mistral3, sliding window",
     ] {
         let family = zoo::find(title);
         let folder = tempfile::tempdir().unwrap();

@@ -175,12 +175,32 @@ async fn a_target_of_another_family_is_refused_with_the_list_of_what_works() {
         .is_ok());
 }
 
+/// Make an embedding model of a text model: other names, and a description of what comes after it.
+fn make_embedding_model(folder: &Path) {
+    let file = folder.join("model.safetensors");
+    let tensors = candle_core::safetensors::load(&file, &candle_core::Device::Cpu).unwrap();
+    let tensors = tensors.into_iter();
+    let tensors = tensors.map(|(name, tensor)| (name.replace("model.", ""), tensor));
+    candle_core::safetensors::save(&tensors.collect(), file).unwrap();
+    let modules = json!([
+        { "idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer" },
+        { "idx": 1, "name": "1", "path": "1", "type": "sentence_transformers.models.Normalize" }
+    ]);
+    for (name, value) in [
+        ("modules.json", modules),
+        ("config_sentence_transformers.json", json!({})),
+    ] {
+        std::fs::write(folder.join(name), value.to_string()).unwrap();
+    }
+}
+
 #[test]
-fn a_target_that_is_no_text_model_is_refused() {
-    let refused = Refused::write("gemma3");
+fn a_target_that_writes_no_text_is_refused() {
+    let refused = Refused::of(&zoo::find("qwen3"));
+    make_embedding_model(&refused.target.path);
     let path = refused.target.path.to_str().unwrap();
     let message = refused.message(&["-m", path]);
-    contains(&message, &["not loaded as a text model", path]);
+    contains(&message, &["does not write text", path]);
 }
 
 fn llama() -> Refused {

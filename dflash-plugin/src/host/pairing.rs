@@ -84,7 +84,10 @@ fn unsupported(target: &(dyn Pipeline + Send + Sync), why: &str) -> DFlashError 
 /// Why this target cannot be used, if it cannot.
 fn refusal(target: &(dyn Pipeline + Send + Sync)) -> Option<Refusal> {
     // First: pipelines of other kinds have no KV cache to ask for.
-    if !matches!(target.category(), ModelCategory::Text) {
+    if !matches!(
+        target.category(),
+        ModelCategory::Text | ModelCategory::Multimodal { .. }
+    ) {
         return Some(Refusal::NotText);
     }
     let metadata = target.get_metadata();

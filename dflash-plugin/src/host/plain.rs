@@ -116,7 +116,9 @@ impl DFlashPipeline {
     ) -> Result<()> {
         self.hooks.fault_at(FaultPoint::Materialize)?;
         for (i, (seq, rows)) in seqs.iter_mut().zip(rows).enumerate() {
-            if rows.is_first {
+            if self.has_moved_positions(seq) {
+                state::drop_kv(seq);
+            } else if rows.is_first {
                 self.begin_context(i, seq, rows, blocks)?;
             }
         }

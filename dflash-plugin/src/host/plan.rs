@@ -1,7 +1,7 @@
 //! Which sequences of a step speculate, and with how many rows.
 
 use candle_core::Result;
-use mistralrs_core::plugin::{PagedAttentionMeta, Sequence};
+use mistralrs_core::plugin::{PagedAttentionMeta, Sequence, SpeculativeTarget};
 
 use super::cache::StepCache;
 use super::pipeline::DFlashPipeline;
@@ -60,6 +60,9 @@ impl DFlashPipeline {
 
     /// Rows that a sequence can verify: 2 or more.
     fn room(&self, seq: &Sequence, capacity: usize) -> std::result::Result<usize, Fallback> {
+        if self.has_moved_positions(seq) {
+            return Err(Fallback::Images);
+        }
         if !seq.speculation_enabled() {
             return Err(Fallback::DisabledByRequest);
         }
@@ -79,6 +82,15 @@ impl DFlashPipeline {
             return Err(Fallback::DraftContextEnd);
         }
         Ok(room)
+    }
+
+    /// Whether the position of the next token of `seq` is not its length, because images have moved
+    /// it. Such a sequence is decoded plainly, and by itself.
+    pub(super) fn has_moved_positions(&self, seq: &Sequence) -> bool {
+        let target = self.target.speculative_target();
+        let media = [seq.image_hashes(), seq.video_hashes()];
+        target.is_some_and(SpeculativeTarget::images_move_positions)
+            && media.iter().flatten().any(|hashes| !hashes.is_empty())
     }
 
     /// Rows that can be worth verifying, of `room`: those behind the last token that the request

@@ -135,7 +135,9 @@ impl DFlashPipeline {
             self.fell_back(*reason);
         }
         let speculating = plan.plain.iter().filter(|plain| plain.is_none()).count();
-        if speculating != 0 && speculating != seqs.len() {
+        let is_mixed = speculating != 0 && speculating != seqs.len();
+        let has_images = plan.plain.contains(&Some(Fallback::Images));
+        if is_mixed || has_images && seqs.len() > 1 {
             return self.mixed_step(seqs, &plan, sampling, cache).await;
         }
         if speculating == 0 {
@@ -156,7 +158,8 @@ impl DFlashPipeline {
     }
 
     /// Some sequences speculate and some do not: two passes, each with the model's cache to
-    /// itself.
+    /// itself; and one more for each sequence whose positions images have moved, since the host
+    /// takes positions from lengths where not all sequences have images.
     async fn mixed_step(
         &mut self,
         seqs: &mut [&mut Sequence],
@@ -165,10 +168,11 @@ impl DFlashPipeline {
         cache: &StepCache,
     ) -> Result<Duration> {
         let start = Instant::now();
-        let (mut speculating, mut plain) = (Vec::new(), Vec::new());
+        let (mut speculating, mut plain, mut apart) = (Vec::new(), Vec::new(), Vec::new());
         for (seq, reason) in seqs.iter_mut().zip(&plan.plain) {
             match reason {
                 None => speculating.push(&mut **seq),
+                Some(Fallback::Images) => apart.push(&mut **seq),
                 Some(_) => plain.push(&mut **seq),
             }
         }
@@ -176,11 +180,19 @@ impl DFlashPipeline {
             StepCache::Normal { .. } => CacheInstruction::In,
             StepCache::Paged(_) => CacheInstruction::Nothing,
         };
-        apply(&self.target, &mut speculating, own);
-        self.speculative_step(&mut speculating, plan.rows, sampling, cache)
-            .await?;
-        self.plain_step(&mut plain, false, sampling, own, cache)
-            .await?;
+        if !speculating.is_empty() {
+            apply(&self.target, &mut speculating, own);
+            self.speculative_step(&mut speculating, plan.rows, sampling, cache)
+                .await?;
+        }
+        if !plain.is_empty() {
+            self.plain_step(&mut plain, false, sampling, own, cache)
+                .await?;
+        }
+        for seq in apart {
+            self.plain_step(&mut [seq], false, sampling, own, cache)
+                .await?;
+        }
         Ok(start.elapsed())
     }
 

@@ -66,6 +66,8 @@ const fn family(
 use Cache::{Recurrent, Whole, Window};
 use Format::{Gguf, Safetensors};
 
+const IMAGES: &str = "requests with images draft as others do";
+const M_ROPE: &str = "requests with images are decoded plainly, each in a pass of its own";
 const LONG_ROPE: &str = "with LongRoPE: plain steps past `original_max_position_embeddings`, and \
                          batches of sequences of equal length only";
 /// Every family that can be used.
@@ -126,6 +128,48 @@ pub const TARGETS: &[TargetFamily] = &[
         Recurrent,
         "the draft model gets the embedding without `embedding_multiplier`",
     ),
+    family(
+        "gemma3",
+        Safetensors,
+        "Gemma3ForConditionalGeneration",
+        Window,
+        "`Gemma3ForCausalLM` too; embedding as gemma; requests with images draft as others do",
+    ),
+    family(
+        "mistral3",
+        Safetensors,
+        "Mistral3ForConditionalGeneration",
+        Window,
+        IMAGES,
+    ),
+    family(
+        "qwen2vl",
+        Safetensors,
+        "Qwen2VLForConditionalGeneration",
+        Whole,
+        M_ROPE,
+    ),
+    family(
+        "qwen2_5vl",
+        Safetensors,
+        "Qwen2_5_VLForConditionalGeneration",
+        Whole,
+        M_ROPE,
+    ),
+    family(
+        "qwen3vl",
+        Safetensors,
+        "Qwen3VLForConditionalGeneration",
+        Whole,
+        M_ROPE,
+    ),
+    family(
+        "qwen3vlmoe",
+        Safetensors,
+        "Qwen3VLMoeForConditionalGeneration",
+        Whole,
+        M_ROPE,
+    ),
     family("llama", Gguf, "llama", Whole, "`mistral3` too"),
     family("qwen2", Gguf, "qwen2", Whole, ""),
     family("qwen3", Gguf, "qwen3", Whole, ""),
@@ -153,20 +197,17 @@ impl Refusal {
     /// Which targets these are.
     pub fn targets(self) -> &'static str {
         match self {
-            Self::NotText => "models for images or sound, Gemma 3 and Qwen3.5 among them",
+            Self::NotText => "models that make images, speech or embeddings",
             Self::XLora => "X-LoRA adapters",
             Self::NoKvCache => "any target with `--no-kv-cache`",
-            Self::Family => "all others",
+            Self::Family => "all others, with and without images or sound",
         }
     }
 
     /// What is in the way, and what to change where that is possible.
     pub fn reason(self) -> &'static str {
         match self {
-            Self::NotText => {
-                "it is not loaded as a text model, and only those lend their embedding and output \
-                 head"
-            }
+            Self::NotText => "it does not write text",
             Self::XLora => "X-LoRA runs the model twice a step, with a KV cache of another kind",
             Self::NoKvCache => "its KV cache is off; leave --no-kv-cache out",
             Self::Family => "its family is not among those that are known to work",

@@ -129,6 +129,7 @@ fn family(
         head: "output",
         cap: None,
         has_plain_steps: false,
+        images: None,
     }
 }
 

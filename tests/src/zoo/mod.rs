@@ -48,6 +48,35 @@ pub struct Family {
     cap: Option<f64>,
     /// Whether the target of this variant has positions at which it is decoded plainly.
     pub has_plain_steps: bool,
+    /// What a model that sees images has besides.
+    pub images: Option<Images>,
+}
+
+/// How a model takes images.
+pub struct Images {
+    /// Tokens that stand for images or parts of them, with their ids.
+    tokens: &'static [(&'static str, usize)],
+    /// The text of one image in a prompt.
+    pub prompt: &'static str,
+    /// `preprocessor_config.json`
+    preprocessor: serde_json::Value,
+    /// `processor_config.json`
+    processor: Option<serde_json::Value>,
+}
+
+impl Images {
+    fn write(&self, folder: &Path) {
+        crate::tokenizer::write_with(VOCAB, self.tokens, folder);
+        let preprocessor = Some(&self.preprocessor);
+        for (name, config) in [
+            ("preprocessor_config.json", preprocessor),
+            ("processor_config.json", self.processor.as_ref()),
+        ] {
+            if let Some(config) = config {
+                std::fs::write(folder.join(name), config.to_string()).unwrap();
+            }
+        }
+    }
 }
 
 enum Format {
@@ -120,7 +149,10 @@ impl Family {
             } => {
                 fill(&mut weights, layers);
                 weights.save(folder, &config(layers));
-                crate::tokenizer::write(VOCAB, folder);
+                match &self.images {
+                    Some(images) => images.write(folder),
+                    None => crate::tokenizer::write(VOCAB, folder),
+                }
                 folder.into()
             }
             Format::Gguf {

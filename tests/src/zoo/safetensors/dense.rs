@@ -2,7 +2,7 @@
 
 use super::*;
 
-fn llama_weights(w: &mut Weights, layers: usize) {
+pub fn llama_weights(w: &mut Weights, layers: usize) {
     ends(w);
     each_layer(w, layers, |w, layer, _| {
         norms(w, layer);
@@ -197,7 +197,7 @@ pub fn families() -> Vec<Family> {
     ]
 }
 
-fn qwen2_weights(w: &mut Weights, layers: usize) {
+pub fn qwen2_weights(w: &mut Weights, layers: usize) {
     ends(w);
     each_layer(w, layers, |w, layer, _| {
         norms(w, layer);

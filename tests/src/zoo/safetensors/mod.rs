@@ -2,9 +2,11 @@
 
 mod dense;
 mod mixtures;
+mod multimodal;
 mod norms;
 mod recurrent;
 mod refused;
+mod vision;
 
 pub use refused::refused;
 use serde_json::{json, Value};
@@ -193,6 +195,7 @@ fn family(
         head: "lm_head",
         cap: None,
         has_plain_steps: false,
+        images: None,
     }
 }
 
@@ -210,5 +213,6 @@ pub fn families() -> Vec<Family> {
     families.extend(norms::with_layer_norm());
     families.extend(mixtures::families());
     families.extend(recurrent::families());
+    families.extend(multimodal::families());
     families
 }

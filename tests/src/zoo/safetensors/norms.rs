@@ -46,7 +46,32 @@ pub fn gemmas() -> Vec<Family> {
                 },
             )
         }),
+        gemma(Family {
+            variant: "sliding window in every second layer",
+            ..family("gemma3", gemma3_config, gemma3_text)
+        }),
     ]
+}
+
+pub fn gemma3_config(layers: usize) -> Value {
+    let more = json!({
+        "sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM, "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0, "hidden_activation": "gelu_pytorch_tanh"
+    });
+    gemma_config("Gemma3ForCausalLM", "gemma3_text", layers, more)
+}
+
+pub fn gemma3_text(w: &mut Weights, layers: usize) {
+    embedding(w);
+    gemma_norms(w, "model", &["norm"]);
+    each_layer(w, layers, |w, layer, _| {
+        gemma_norms(w, layer, &GEMMA2_NORMS);
+        attention(w, layer, NO_BIAS);
+        for name in ["q_norm", "k_norm"] {
+            w.small(&format!("{layer}.self_attn.{name}.weight"), &[HEAD_DIM]);
+        }
+        mlp(w, &format!("{layer}.mlp"), INTER);
+    });
 }
 
 pub fn with_layer_norm() -> Vec<Family> {
