@@ -54,9 +54,13 @@ fn cached(setup: &Setup) -> Setup {
 }
 
 fn paged(setup: &Setup) -> Setup {
+    with_room(setup, 4096)
+}
+
+fn with_room(setup: &Setup, tokens: usize) -> Setup {
     Setup {
         place: Place {
-            paged: Some(4096),
+            paged: Some(tokens),
             ..setup.place.clone()
         },
         ..setup.clone()
@@ -236,6 +240,44 @@ async fn a_paged_prefix_hit_gives_the_text_of_a_cold_start() {
                 compare_greedy(&what, &want.tokens, &want.gaps, &got.tokens).unwrap();
             }
             println!("{what}: {:?}", engine.stats());
+        }
+    }
+}
+
+/// More sequences than the paged cache has room for: one that is put off begins its prompt again, and
+/// without the state that it had got to.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sequence_that_is_put_off_begins_anew() {
+    /// A megabyte, the least that the host takes: about half of what all of them need at the end.
+    const ROOM: usize = 1100;
+    for title in FAMILIES {
+        let pair = Pair::write(title);
+        let cases = plain_text(&pair.target).await;
+        for setup in [&pair.plain, &pair.dflash] {
+            for setup in [with_room(setup, ROOM), cached(&with_room(setup, ROOM))] {
+                let prompts = Arc::new(AtomicUsize::new(0));
+                let seen = prompts.clone();
+                let method = DFlashMethod::new().with_taps(Arc::new(move |taps| {
+                    let (sequences, rows, _) = taps.dims3().unwrap();
+                    if rows != 1 && rows != BLOCK_SIZE {
+                        seen.fetch_add(sequences, Ordering::Relaxed);
+                    }
+                }));
+                let engine = Engine::load_with(&setup, method).await.unwrap();
+                // The host tries the model out when it starts.
+                prompts.store(0, Ordering::Relaxed);
+                let what = format!("{title}, draft model {}", setup.draft.is_some());
+                check_text(&what, &cases, &together(&engine, &cases).await);
+                let prompts = prompts.load(Ordering::Relaxed);
+                println!("{what}: {prompts} prompts of {}", cases.len());
+                assert!(setup.draft.is_none() || prompts > cases.len(), "{what}");
+                let stats = engine.stats();
+                let mut reasons = stats.fallbacks.keys();
+                assert!(
+                    reasons.all(|reason| *reason == Fallback::NoBlocks),
+                    "{what}: {stats:?}"
+                );
+            }
         }
     }
 }
