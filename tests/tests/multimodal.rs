@@ -119,16 +119,22 @@ fn images_matter(what: &str, one: &Generation, other: &Generation) {
     assert!(differ > 1e-3, "{what}: the image does not matter: {differ}");
 }
 
-async fn conforms(title: &str) -> StatsSnapshot {
+async fn conforms(title: &str, paged: Option<usize>) -> StatsSnapshot {
     let family = zoo::find(title);
     let folder = tempfile::tempdir().unwrap();
     let target = write_target(&family, &folder.path().join("target"));
     let drafter = zoo::write_drafter(&folder.path().join("drafter"));
     let jobs = jobs(&family);
-    let plain = Engine::load(&Setup::plain(&target.path)).await.unwrap();
+    // Under paged attention a window is rounded to whole blocks, so both must have it.
+    let place = |mut setup: Setup| {
+        setup.place.paged = paged.or(setup.place.paged);
+        setup
+    };
+    let plain = place(Setup::plain(&target.path));
+    let plain = Engine::load(&plain).await.unwrap();
     let want = one_by_one(&plain, &jobs).await;
     images_matter(title, &want[0], &want[2]);
-    let setup = Setup::dflash(&target.path, &drafter, Some(8));
+    let setup = place(Setup::dflash(&target.path, &drafter, Some(8)));
     let engine = Engine::load(&setup).await.unwrap();
     let what = format!("{title}, random draft model");
     check(&what, &want, &together(&engine, &jobs).await);
@@ -143,15 +149,15 @@ async fn conforms(title: &str) -> StatsSnapshot {
 }
 
 /// Positions are indices: requests with images draft as others do.
-async fn drafts_behind_images(title: &str) {
-    let stats = conforms(title).await;
+async fn drafts_behind_images(title: &str, paged: Option<usize>) {
+    let stats = conforms(title, paged).await;
     assert!(stats.fallbacks.is_empty(), "{title}: {stats:?}");
 }
 
 /// Images move positions: the requests that have any are decoded plainly.
-async fn is_plain_behind_images(title: &str) {
+async fn is_plain_behind_images(title: &str, paged: Option<usize>) {
     positions_go_on(title).await;
-    let stats = conforms(title).await;
+    let stats = conforms(title, paged).await;
     // All tokens of the three but the first, which come with their prompts.
     let plain = [(Fallback::Images, 3 * (TOKENS as u64 - 1))];
     let fallbacks: Vec<_> = stats.fallbacks.iter().map(|(k, v)| (*k, *v)).collect();
@@ -177,24 +183,31 @@ async fn positions_go_on(title: &str) {
 }
 
 macro_rules! families {
-    ($($test:ident: $check:ident($title:expr),)*) => {
+    ($($test:ident: $check:ident($title:expr, $paged:expr),)*) => {
         $(
             #[tokio::test(flavor = "multi_thread")]
             async fn $test() {
-                $check($title).await;
+                $check($title, $paged).await;
             }
         )*
     };
 }
 
 const GEMMA3: &str = "gemma3, with images, sliding window in every second layer";
+/// Tokens of a paged cache.
+const PAGED: Option<usize> = Some(8192);
+
 families! {
-    gemma3: drafts_behind_images(GEMMA3),
-    mistral3: drafts_behind_images("mistral3, sliding window"),
-    qwen2_vl: is_plain_behind_images("qwen2vl"),
-    qwen2_5_vl: is_plain_behind_images("qwen2_5vl"),
-    qwen3_vl: is_plain_behind_images("qwen3vl"),
-    qwen3_vl_moe: is_plain_behind_images("qwen3vlmoe"),
+    gemma3: drafts_behind_images(GEMMA3, None),
+    mistral3: drafts_behind_images("mistral3, sliding window", None),
+    qwen2_vl: is_plain_behind_images("qwen2vl", None),
+    qwen2_5_vl: is_plain_behind_images("qwen2_5vl", None),
+    qwen3_vl: is_plain_behind_images("qwen3vl", None),
+    qwen3_vl_moe: is_plain_behind_images("qwen3vlmoe", None),
+    // The host has no paged attention for Qwen2-VL and Qwen2.5-VL.
+    gemma3_paged: drafts_behind_images(GEMMA3, PAGED),
+    qwen3_vl_paged: is_plain_behind_images("qwen3vl", PAGED),
+    qwen3_vl_moe_paged: is_plain_behind_images("qwen3vlmoe", PAGED),
 }
 
 /// A request that continues one with an image finds its KV, and its draft KV where there is any.
