@@ -118,6 +118,16 @@ pub struct PairArgs {
     pub draft: PathBuf,
     #[command(flatten)]
     pub place: Place,
+    #[command(flatten)]
+    pub drafting: Drafting,
+}
+
+/// What a user can set of the draft model.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct Drafting {
+    /// In-situ quantization of the draft model: none, auto, or a type such as q8_0
+    #[arg(long, value_name = "TYPE")]
+    pub draft_quant: Option<String>,
 }
 
 /// Where the models run, and where their KV is.
@@ -170,6 +180,7 @@ impl PairArgs {
         Setup {
             adaptive,
             place: self.place.clone(),
+            drafting: self.drafting.clone(),
             ..Setup::dflash(&self.target, &self.draft, block_size)
         }
     }
@@ -192,6 +203,7 @@ pub struct Setup {
     pub place: Place,
     /// In-situ quantization of the target, such as `Q8_0`.
     pub isq: Option<String>,
+    pub drafting: Drafting,
 }
 
 impl Setup {
@@ -205,6 +217,7 @@ impl Setup {
             max_seqs: 32,
             place: Place::from_env(),
             isq: None,
+            drafting: Drafting::default(),
         }
     }
 
@@ -323,6 +336,8 @@ impl Engine {
                     draft_model: Some(utf8(draft)?),
                     block_size: setup.block_size,
                     adaptive: Some(setup.adaptive),
+                    draft_quant: setup.drafting.draft_quant.clone(),
+                    ..SpeculativeOptions::default()
                 },
             )),
             None => None,

@@ -18,6 +18,7 @@ use serde_json::Value;
 use crate::config::DraftConfig;
 use crate::draft::DraftModel;
 use crate::error::{DFlashError, Result};
+use crate::quantize::Quantizer;
 use header::read_header;
 use reader::WeightReader;
 
@@ -94,9 +95,23 @@ impl Checkpoint {
     /// file changed since [`Checkpoint::open`]; [`DFlashError::Unsupported`] as [`DraftModel::new`];
     /// candle's errors, such as lack of memory.
     pub fn load(&self, dtype: DType, device: &Device) -> Result<DraftModel> {
+        self.load_quantized(dtype, device, None)
+    }
+
+    /// As [`Checkpoint::load`], with a part of the weights in fewer bits; see
+    /// [`DraftModel::quantized`].
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::load`] and of the quantizer.
+    pub fn load_quantized(
+        &self,
+        dtype: DType,
+        device: &Device,
+        quantizer: Option<&dyn Quantizer>,
+    ) -> Result<DraftModel> {
         let (reader, failure) = WeightReader::new(self.tensors.clone());
         let vb = VarBuilder::from_backend(Box::new(reader), dtype, device.clone());
-        let model = DraftModel::new(&self.config, self.config.num_taps(), vb);
+        let model = DraftModel::quantized(&self.config, self.config.num_taps(), vb, quantizer);
         // candle passes a reader's error on as text; the typed one is kept aside.
         match (model, failure.take()) {
             (Err(_), Some(error)) => Err(error),
@@ -123,16 +138,35 @@ impl Checkpoint {
             .sum()
     }
 
-    /// Bytes that the weights take once loaded as `dtype`.
+    /// Bytes that the weights take once loaded as `dtype`, or quantized.
     ///
     /// K and V projections count twice: once fused with Q for the block, once stacked over the layers
     /// for the context.
-    pub fn bytes(&self, dtype: DType) -> usize {
+    pub fn bytes(&self, dtype: DType, quantizer: Option<&dyn Quantizer>) -> usize {
         let cfg = &self.config;
         let kv_width = cfg.num_key_value_heads * cfg.head_dim;
         let columns = cfg.hidden_size + usize::from(cfg.attention_bias);
         let stacked = cfg.num_hidden_layers * 2 * kv_width * columns;
-        (self.num_parameters() + stacked) * dtype.size_in_bytes()
+        let exact = (self.num_parameters() + stacked) * dtype.size_in_bytes();
+        let Some(quantizer) = quantizer else {
+            return exact;
+        };
+        let q_width = cfg.num_attention_heads * cfg.head_dim;
+        // The four matrices of a layer, `[rows, width]`.
+        let quantized = [
+            (q_width + 2 * kv_width, cfg.hidden_size),
+            (cfg.hidden_size, q_width),
+            (2 * cfg.intermediate_size, cfg.hidden_size),
+            (cfg.hidden_size, cfg.intermediate_size),
+        ];
+        let saved: usize = quantized
+            .iter()
+            .map(|(rows, width)| {
+                let before = rows * width * dtype.size_in_bytes();
+                before.saturating_sub(quantizer.bytes(*rows, *width, dtype))
+            })
+            .sum();
+        exact - cfg.num_hidden_layers * saved
     }
 }
 

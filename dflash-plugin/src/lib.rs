@@ -14,6 +14,7 @@
 //! | core | [`mask_token`] | the token that stands for "not drafted yet" |
 //! | core | [`checkpoint`] | the drafter's files, checked before anything is built |
 //! | core | [`draft`] | the draft model |
+//! | core | [`quantize`] | its linear layers in fewer bits, by the engine |
 //! | core | [`kv`] | one sequence's draft K/V |
 //! | core | [`pool`] | draft K/V in the blocks of a paged KV cache |
 //! | core | [`accept`] | the accept rule |
@@ -40,6 +41,7 @@ pub mod kv;
 pub mod layer_ids;
 pub mod mask_token;
 pub mod pool;
+pub mod quantize;
 pub mod stats;
 pub mod trace;
 pub mod worker;

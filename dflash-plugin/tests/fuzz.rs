@@ -263,7 +263,7 @@ fn shard_of(tensor: &str) -> &'static str {
 fn open_and_load(folder: &Path) -> Result<Outcome, String> {
     let loaded = Checkpoint::open(folder).and_then(|checkpoint| {
         checkpoint.num_parameters();
-        checkpoint.bytes(DType::F16);
+        checkpoint.bytes(DType::F16, None);
         checkpoint.load(DType::F32, &Device::Cpu).map(drop)
     });
     match loaded {

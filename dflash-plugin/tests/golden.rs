@@ -63,7 +63,10 @@ fn the_checkpoint_counts_its_parameters_and_bytes() {
     assert_eq!(checkpoint.num_parameters(), parameters);
     // K and V projections are held twice.
     let stacked = 5 * 2 * 192 * 576;
-    assert_eq!(checkpoint.bytes(DType::F32), (parameters + stacked) * 4);
+    assert_eq!(
+        checkpoint.bytes(DType::F32, None),
+        (parameters + stacked) * 4
+    );
     let ids = checkpoint.config().target_layer_ids(30).unwrap();
     assert_eq!(ids, [1, 8, 14, 20, 27]);
 }

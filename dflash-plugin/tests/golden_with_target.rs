@@ -4,32 +4,18 @@
 
 mod common;
 
-use std::path::Path;
-
-use candle_core::{DType, Device, Tensor};
-use common::{assert_close, golden, load, materialize, smollm2_drafter};
+use candle_core::{DType, Device};
+use common::{assert_close, golden, materialize, smollm2_drafter, smollm2_embedding};
 use dflash_plugin::checkpoint::Checkpoint;
 
 /// Allowed absolute error of a logit (they are around 10 to 30).
 const LOGIT_TOLERANCE: f32 = 2e-3;
 
-/// The target's embedding, which is its lm_head too: `[vocab, hidden]`.
-fn embedding() -> Tensor {
-    let default = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.cache/smollm2-135m");
-    let dir = std::env::var_os("DFLASH_TEST_TARGET").map_or(default, Into::into);
-    let file = dir.join("model.safetensors");
-    assert!(file.exists(), "{}: run `cargo xtask model`", file.display());
-    let weights = load(&file);
-    weights["model.embed_tokens.weight"]
-        .to_dtype(DType::F32)
-        .unwrap()
-}
-
 fn check_prompt(prompt: &str) {
     let golden = golden();
     let checkpoint = Checkpoint::open(&smollm2_drafter()).unwrap();
     let model = checkpoint.load(DType::F32, &Device::Cpu).unwrap();
-    let embedding = embedding();
+    let embedding = smollm2_embedding();
     let mut kv = model.new_kv().unwrap();
     materialize(&model, &mut kv, &golden[&format!("{prompt}.target_hidden")]);
     for block in [16, 8] {

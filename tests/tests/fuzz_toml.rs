@@ -51,6 +51,7 @@ const KEYS: &[&str] = &[
     "method",
     "draft_model",
     "block_size",
+    "draft_quant",
     "blok_size",
     "draft-model",
     "\"method\"",
@@ -64,6 +65,7 @@ const KEYS: &[&str] = &[
 const VALUES: &[&str] = &[
     "\"dflash\"",
     "\"off\"",
+    "\"q8_0\"",
     "\"\"",
     "'models/smollm2-135m-dflash'",
     "\"\"\"two\nlines\"\"\"",

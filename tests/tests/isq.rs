@@ -3,7 +3,7 @@
 //! A test program of its own with one test: the host keeps the wanted quantization in one place for
 //! the whole process, and for later loads, too.
 
-use dflash_bench::engine::{Engine, Setup};
+use dflash_bench::engine::{Drafting, Engine, Setup};
 use dflash_plugin::DFlashMethod;
 use dflash_tests::oracle::{check_text, difference, oracle, prompt, run, texts_of, TOKENS};
 use dflash_tests::zoo::{self, LAYERS};
@@ -39,7 +39,13 @@ async fn targets_that_are_quantized_at_load_keep_their_text() {
         let what = format!("{title}, {isq}");
         let differ = difference(&exact, &cases[0].want.first_logits);
         assert!(differ > 1e-3, "{what}: not quantized: {differ}");
-        let setup = with_isq(Setup::dflash(&target.path, &drafter, Some(8)));
+        let setup = with_isq(Setup {
+            // The draft model is quantized as the target is.
+            drafting: Drafting {
+                draft_quant: Some("auto".into()),
+            },
+            ..Setup::dflash(&target.path, &drafter, Some(8))
+        });
         let method = DFlashMethod::new().with_drafts(oracle(cases.clone()));
         let engine = Engine::load_with(&setup, method).await.unwrap();
         let mut got = Vec::new();

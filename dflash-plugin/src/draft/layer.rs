@@ -7,11 +7,13 @@ use candle_nn::VarBuilder;
 use dflash_kernels::{block_attention, silu_mul, AttentionOptions, PagedContext};
 
 use super::attention::{attend, SequenceMasks};
-use super::linear::Linear;
+use super::linear::{Linear, Projection};
 use super::rope::RopeRows;
 use crate::config::{DraftConfig, LayerAttention};
 use crate::error::Result;
 use crate::kv::SequenceKv;
+use crate::pool::PooledContexts;
+use crate::quantize::Quantizer;
 
 /// Where the contexts of a batch of blocks are.
 pub(super) enum Contexts<'a> {
@@ -31,20 +33,34 @@ pub(super) enum Contexts<'a> {
     },
 }
 
-/// Weights of one layer, with q/k/v and gate/up each fused to one matrix.
+impl<'a> Contexts<'a> {
+    /// Contexts in a pool.
+    pub fn pooled(contexts: &PooledContexts<'a>) -> Result<Self> {
+        let (tables, lens) = contexts.tensors()?;
+        Ok(Self::Pool {
+            layers: contexts.pool.layers(),
+            tables,
+            lens,
+            longest: contexts.lens.iter().copied().max().unwrap_or(0),
+        })
+    }
+}
+
+/// Weights of one layer, with q/k/v and gate/up each fused to one matrix. The four matrices may be
+/// quantized.
 pub(super) struct Layer {
     input_norm: Tensor,
-    qkv: Linear,
+    qkv: Projection,
     /// f32 `[head_dim]`, with the attention scale folded in (RoPE is linear).
     q_norm: Tensor,
     /// f32 `[head_dim]`.
     k_norm: Tensor,
     /// `q_norm` for each query head, then `k_norm` for each key head: f32 `[heads + kv_heads, head_dim]`.
     qk_norm: Tensor,
-    output: Linear,
+    output: Projection,
     post_norm: Tensor,
-    gate_up: Linear,
-    down: Linear,
+    gate_up: Projection,
+    down: Projection,
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -62,7 +78,14 @@ pub(super) struct LayerParts {
 }
 
 impl Layer {
-    pub fn load(cfg: &DraftConfig, pattern: usize, vb: VarBuilder) -> Result<LayerParts> {
+    /// What is materialized stays exact: a context feature is projected once and attended to ever
+    /// after.
+    pub fn load(
+        cfg: &DraftConfig,
+        pattern: usize,
+        vb: VarBuilder,
+        quantizer: Option<&dyn Quantizer>,
+    ) -> Result<LayerParts> {
         let (hidden, head_dim) = (cfg.hidden_size, cfg.head_dim);
         let q_width = cfg.num_attention_heads * head_dim;
         let kv_width = cfg.num_key_value_heads * head_dim;
@@ -73,13 +96,15 @@ impl Layer {
         let value = Linear::load(hidden, kv_width, bias, attn.pp("v_proj"))?;
         let gate = Linear::load(hidden, cfg.intermediate_size, false, mlp.pp("gate_proj"))?;
         let up = Linear::load(hidden, cfg.intermediate_size, false, mlp.pp("up_proj"))?;
+        let output = Linear::load(q_width, hidden, bias, attn.pp("o_proj"))?;
+        let down = Linear::load(cfg.intermediate_size, hidden, false, mlp.pp("down_proj"))?;
         let q_norm = attn.get(head_dim, "q_norm.weight")?.to_dtype(DType::F32)?;
         let k_norm = attn.get(head_dim, "k_norm.weight")?.to_dtype(DType::F32)?;
         let scaled_q_norm = q_norm.affine((head_dim as f64).powf(-0.5), 0.0)?;
         let for_heads = |norm: &Tensor, heads: usize| norm.broadcast_as((heads, head_dim));
         let layer = Self {
             input_norm: vb.get(hidden, "input_layernorm.weight")?,
-            qkv: Linear::stack(&[query, key.clone(), value.clone()])?,
+            qkv: Linear::stack(&[query, key.clone(), value.clone()])?.quantized(quantizer)?,
             qk_norm: Tensor::cat(
                 &[
                     for_heads(&scaled_q_norm, cfg.num_attention_heads)?,
@@ -89,10 +114,10 @@ impl Layer {
             )?,
             q_norm: scaled_q_norm,
             k_norm: k_norm.clone(),
-            output: Linear::load(q_width, hidden, bias, attn.pp("o_proj"))?,
+            output: output.quantized(quantizer)?,
             post_norm: vb.get(hidden, "post_attention_layernorm.weight")?,
-            gate_up: Linear::stack(&[gate, up])?,
-            down: Linear::load(cfg.intermediate_size, hidden, false, mlp.pp("down_proj"))?,
+            gate_up: Linear::stack(&[gate, up])?.quantized(quantizer)?,
+            down: down.quantized(quantizer)?,
             heads: cfg.num_attention_heads,
             kv_heads: cfg.num_key_value_heads,
             head_dim,

@@ -4,6 +4,7 @@ use candle_core::{Device, Tensor};
 use candle_nn::VarBuilder;
 
 use crate::error::Result;
+use crate::quantize::{QuantizedLinear, Quantizer};
 
 /// Up to this many rows, the CPU multiplies as `W · xᵀ`.
 ///
@@ -50,6 +51,18 @@ impl Linear {
         self.weight.dims().last().copied().unwrap_or(0)
     }
 
+    /// In fewer bits, where there is a quantizer and it can.
+    pub fn quantized(self, quantizer: Option<&dyn Quantizer>) -> Result<Projection> {
+        let quantized = match quantizer {
+            Some(quantizer) => quantizer.quantize(&self.weight, self.bias.as_ref())?,
+            None => None,
+        };
+        Ok(match quantized {
+            Some(quantized) => Projection::Quantized(quantized),
+            None => Projection::Exact(self),
+        })
+    }
+
     /// `[rows, in]` to `[rows, out]`, contiguous.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let rows = x.dim(0)?;
@@ -61,6 +74,22 @@ impl Linear {
         match &self.bias {
             Some(bias) => Ok(y.broadcast_add(bias)?),
             None => Ok(y),
+        }
+    }
+}
+
+/// A linear layer that may be quantized.
+pub(super) enum Projection {
+    Exact(Linear),
+    Quantized(Box<dyn QuantizedLinear>),
+}
+
+impl Projection {
+    /// `[rows, in]` to `[rows, out]`, contiguous.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Exact(linear) => linear.forward(x),
+            Self::Quantized(linear) => Ok(linear.forward(x)?),
         }
     }
 }

@@ -22,6 +22,7 @@ use crate::config::{DraftConfig, LayerAttention};
 use crate::error::{DFlashError, Result};
 use crate::kv::SequenceKv;
 use crate::pool::{DraftPool, PooledContexts};
+use crate::quantize::Quantizer;
 use attention::{BlockMask, SequenceMasks};
 use head::DraftHead;
 use layer::{Contexts, Layer, LayerParts};
@@ -30,7 +31,7 @@ use rope::{RopeRows, RopeTable};
 
 pub use replay::Replay;
 
-/// A loaded draft model. All methods take `&self`; context K/V live in [`SequenceKv`].
+/// A loaded draft model; context K/V live in [`SequenceKv`].
 pub struct DraftModel {
     config: DraftConfig,
     fc: Linear,
@@ -65,6 +66,20 @@ impl DraftModel {
     /// candle's errors for missing or misshapen weights ([`crate::checkpoint::Checkpoint`] checks
     /// them first, with better messages).
     pub fn new(config: &DraftConfig, n_taps: usize, vb: VarBuilder) -> Result<Self> {
+        Self::quantized(config, n_taps, vb, None)
+    }
+
+    /// As [`DraftModel::new`], with the matrices that a block passes (q, k, v, o, gate, up, down) in
+    /// fewer bits. `fc`, the projections of context features and a head of its own stay exact.
+    ///
+    /// # Errors
+    /// Those of [`DraftModel::new`] and of the quantizer.
+    pub fn quantized(
+        config: &DraftConfig,
+        n_taps: usize,
+        vb: VarBuilder,
+        quantizer: Option<&dyn Quantizer>,
+    ) -> Result<Self> {
         let (dtype, device) = (vb.dtype(), vb.device().clone());
         if device.is_cpu() && dtype == DType::BF16 {
             return Err(DFlashError::unsupported(
@@ -82,7 +97,8 @@ impl DraftModel {
                 patterns.push(*pattern);
                 patterns.len() - 1
             });
-            let parts: LayerParts = Layer::load(config, pattern_index, vb.pp("layers").pp(i))?;
+            let vb = vb.pp("layers").pp(i);
+            let parts: LayerParts = Layer::load(config, pattern_index, vb, quantizer)?;
             layers.push(parts.layer);
             keys.push(parts.key);
             values.push(parts.value);
@@ -293,13 +309,7 @@ impl DraftModel {
                 })?
             }
             _ => {
-                let (tables, lens) = contexts.tensors()?;
-                let pooled = Contexts::Pool {
-                    layers: pool.layers(),
-                    tables,
-                    lens,
-                    longest: contexts.lens.iter().copied().max().unwrap_or(0),
-                };
+                let pooled = Contexts::pooled(contexts)?;
                 self.forward_layers(&x, &rope, &pooled)?
             }
         };

@@ -4,16 +4,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use candle_core::Device;
+use candle_core::{DType, Device};
 use mistralrs_core::{
     DeviceMapSetting, IsqType, Loader, ModelKind, ModelPaths, PagedAttentionConfig, Pipeline,
     SpeculativeOptions, TokenSource, TryIntoDType,
 };
 use tokio::sync::Mutex;
 
-use super::{method::Hooks, pairing, pipeline::DFlashPipeline, source};
+use super::{method::Hooks, pairing, pipeline::DFlashPipeline, quant::HostQuantizer, source};
 use crate::checkpoint::Checkpoint;
 use crate::pool::DraftPool;
+use crate::quantize::Quantizer;
 
 type LoadedPipeline = Arc<Mutex<dyn Pipeline + Send + Sync>>;
 
@@ -23,7 +24,43 @@ pub struct DFlashLoader {
     draft_model: String,
     block_size: Option<usize>,
     is_adaptive: bool,
+    draft_quant: Option<String>,
     hooks: Hooks,
+}
+
+/// A draft model that has been checked but not loaded.
+pub struct Drafter {
+    pub checkpoint: Checkpoint,
+    pub quantizer: Option<HostQuantizer>,
+}
+
+impl Drafter {
+    pub fn quantizer(&self) -> Option<&dyn Quantizer> {
+        self.quantizer.as_ref().map(|q| q as &dyn Quantizer)
+    }
+
+    /// Bytes of the weights, as they will be kept.
+    pub fn bytes(&self, dtype: DType) -> usize {
+        self.checkpoint.bytes(dtype, self.quantizer())
+    }
+
+    /// Say which layers are quantized otherwise than was asked for.
+    fn tell_exceptions(&self) {
+        let Some(quantizer) = &self.quantizer else {
+            return;
+        };
+        let config = self.checkpoint.config();
+        let mut widths = vec![
+            config.hidden_size,
+            config.num_attention_heads * config.head_dim,
+            config.intermediate_size,
+        ];
+        widths.sort_unstable();
+        widths.dedup();
+        for told in widths.into_iter().filter_map(|w| quantizer.exception(w)) {
+            tracing::info!("DFlash: draft model: {told}");
+        }
+    }
 }
 
 impl DFlashLoader {
@@ -50,15 +87,27 @@ impl DFlashLoader {
             draft_model,
             block_size: options.block_size,
             is_adaptive: options.adaptive.unwrap_or(true),
+            draft_quant: options.draft_quant.clone(),
             hooks,
         })
     }
 
     /// The draft model's files, before the target is loaded: what is wrong with them is said
-    /// without that wait.
-    fn open(&self, token_source: &TokenSource, silent: bool) -> Result<Checkpoint> {
+    /// without that wait. `isq` is the quantization of the target.
+    fn open(
+        &self,
+        token_source: &TokenSource,
+        silent: bool,
+        isq: Option<IsqType>,
+        device: &Device,
+    ) -> Result<Drafter> {
+        let quantizer = HostQuantizer::choose(self.draft_quant.as_deref(), isq, device)?;
         let folder = source::resolve(&self.draft_model, token_source, silent)?;
-        Checkpoint::open(&folder).with_context(|| self.cannot_use(&folder))
+        let checkpoint = Checkpoint::open(&folder).with_context(|| self.cannot_use(&folder))?;
+        Ok(Drafter {
+            checkpoint,
+            quantizer,
+        })
     }
 
     fn cannot_use(&self, folder: &Path) -> String {
@@ -72,30 +121,31 @@ impl DFlashLoader {
     /// Leave room for draft model and draft KV in the memory budget of a paged cache.
     fn share(
         paged: Option<PagedAttentionConfig>,
-        checkpoint: &Checkpoint,
+        drafter: &Drafter,
         dtype: &dyn TryIntoDType,
         device: &Device,
     ) -> Result<Option<PagedAttentionConfig>> {
         let Some(paged) = paged else { return Ok(None) };
         let dtype = dtype.try_into_dtype(&[device])?;
         Ok(Some(paged.reserve(
-            checkpoint.bytes(dtype),
-            DraftPool::bytes_per_token(checkpoint.config(), dtype),
+            drafter.bytes(dtype),
+            DraftPool::bytes_per_token(drafter.checkpoint.config(), dtype),
         )))
     }
 
-    fn attach(&self, target: LoadedPipeline, checkpoint: &Checkpoint) -> Result<LoadedPipeline> {
+    fn attach(&self, target: LoadedPipeline, drafter: &Drafter) -> Result<LoadedPipeline> {
         // The target's loader has handed out the only handle, so this lock is free and stays ours.
         let target = target
             .try_lock_owned()
             .context("the target's pipeline is in use while it is being loaded")?;
         let attach = || -> Result<DFlashPipeline> {
-            let worker = pairing::join(&*target, checkpoint, self.block_size)?;
+            let worker = pairing::join(&*target, drafter, self.block_size)?;
             let pool = pairing::pool(&*target, &worker)?;
             tracing::info!(
                 "{}",
-                pairing::describe(&*target, &self.draft_model, checkpoint, &worker)?
+                pairing::describe(&*target, &self.draft_model, drafter, &worker)?
             );
+            drafter.tell_exceptions();
             if pairing::is_slow(&*target) && !self.is_adaptive {
                 tracing::warn!(
                     "DFlash: quantized products on the CPU are compute-bound: with a GGUF target \
@@ -113,7 +163,7 @@ impl DFlashLoader {
                 is_adaptive,
             ))
         };
-        let pipeline = attach().with_context(|| self.cannot_use(checkpoint.dir()))?;
+        let pipeline = attach().with_context(|| self.cannot_use(drafter.checkpoint.dir()))?;
         Ok(Arc::new(Mutex::new(pipeline)))
     }
 }
@@ -130,8 +180,8 @@ impl Loader for DFlashLoader {
         in_situ_quant: Option<IsqType>,
         paged_attn_config: Option<PagedAttentionConfig>,
     ) -> Result<LoadedPipeline> {
-        let checkpoint = self.open(&token_source, silent)?;
-        let paged_attn_config = Self::share(paged_attn_config, &checkpoint, dtype, device)?;
+        let drafter = self.open(&token_source, silent, in_situ_quant, device)?;
+        let paged_attn_config = Self::share(paged_attn_config, &drafter, dtype, device)?;
         let target = self.target.load_model_from_hf(
             revision,
             token_source,
@@ -142,7 +192,7 @@ impl Loader for DFlashLoader {
             in_situ_quant,
             paged_attn_config,
         )?;
-        self.attach(target, &checkpoint)
+        self.attach(target, &drafter)
     }
 
     fn load_model_from_path(
@@ -155,8 +205,8 @@ impl Loader for DFlashLoader {
         in_situ_quant: Option<IsqType>,
         paged_attn_config: Option<PagedAttentionConfig>,
     ) -> Result<LoadedPipeline> {
-        let checkpoint = self.open(&TokenSource::CacheToken, silent)?;
-        let paged_attn_config = Self::share(paged_attn_config, &checkpoint, dtype, device)?;
+        let drafter = self.open(&TokenSource::CacheToken, silent, in_situ_quant, device)?;
+        let paged_attn_config = Self::share(paged_attn_config, &drafter, dtype, device)?;
         let target = self.target.load_model_from_path(
             paths,
             dtype,
@@ -166,7 +216,7 @@ impl Loader for DFlashLoader {
             in_situ_quant,
             paged_attn_config,
         )?;
-        self.attach(target, &checkpoint)
+        self.attach(target, &drafter)
     }
 
     fn get_id(&self) -> String {

@@ -6,6 +6,7 @@
 //! | `loader` | loads target and drafter, wraps the target's pipeline |
 //! | `source` | where a drafter comes from: folder or hub |
 //! | `pairing` | do target and drafter fit: checked at load, with numbers |
+//! | `quant` | the drafter's linear layers in fewer bits, by the host's ISQ |
 //! | `targets` | the table of families that can be used, and of reasons why others cannot |
 //! | `pipeline` | [`DFlashPipeline`]: the host's `Pipeline`, delegated |
 //! | `step` | one engine step: plan, draft, verify, accept, commit |
@@ -30,6 +31,7 @@ mod pairing;
 mod pipeline;
 mod plain;
 mod plan;
+mod quant;
 mod recurrent;
 mod replay;
 mod source;
@@ -42,3 +44,4 @@ pub use attention::use_decode_attention;
 pub use loader::DFlashLoader;
 pub use method::DFlashMethod;
 pub use pipeline::DFlashPipeline;
+pub use quant::HostQuantizer;

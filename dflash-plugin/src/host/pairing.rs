@@ -4,11 +4,11 @@ use candle_core::{DType, Tensor, D};
 use mistralrs_core::plugin::EitherCache;
 use mistralrs_core::{ModelCategory, ModelKind, Pipeline};
 
+use super::loader::Drafter;
 use super::pipeline::HostHead;
 use super::replay::Graphs;
 use super::targets::{self, Refusal};
 use super::verify;
-use crate::checkpoint::Checkpoint;
 use crate::config::DraftConfig;
 use crate::error::{DFlashError, Result};
 use crate::mask_token::resolve_mask_token;
@@ -28,11 +28,11 @@ struct TargetShape {
 /// If the target is not supported, or target and drafter do not fit.
 pub fn join(
     target: &(dyn Pipeline + Send + Sync),
-    checkpoint: &Checkpoint,
+    drafter: &Drafter,
     block_size: Option<usize>,
 ) -> Result<DFlashWorker> {
     let shape = check_target(target)?;
-    let config = checkpoint.config();
+    let config = drafter.checkpoint.config();
     let taps = check_pair(&shape, config)?;
     let tokenizer = target
         .tokenizer()
@@ -40,7 +40,9 @@ pub fn join(
     let mask_token =
         resolve_mask_token(config, &|token| tokenizer.token_to_id(token), shape.vocab)?;
     let dtype = target.get_metadata().activation_dtype;
-    let model = checkpoint.load(dtype, &target.device())?;
+    let model = drafter
+        .checkpoint
+        .load_quantized(dtype, &target.device(), drafter.quantizer())?;
     let model = model.with_replay(Box::new(Graphs::new(&target.device())));
     let block_size = block_size.unwrap_or(config.verify_rows());
     let worker = DFlashWorker::new(model, mask_token, block_size)?;
@@ -163,7 +165,7 @@ pub fn is_slow(target: &(dyn Pipeline + Send + Sync)) -> bool {
 pub fn describe(
     target: &(dyn Pipeline + Send + Sync),
     draft_model: &str,
-    checkpoint: &Checkpoint,
+    drafter: &Drafter,
     worker: &DFlashWorker,
 ) -> Result<String> {
     let config = worker.config();
@@ -182,15 +184,19 @@ pub fn describe(
         ),
         None => String::new(),
     };
+    let quantized = match &drafter.quantizer {
+        Some(quantizer) => format!(" and {}", quantizer.name()),
+        None => String::new(),
+    };
     Ok(format!(
         "DFlash: target {} ({family}, {} layers), drafter {draft_model} ({} layers, {:.1} M \
-         parameters, {:.1} MB as {dtype:?}, draft KV {:.1} KB a token{paged}), taps {:?}, block size \
+         parameters, {:.1} MB as {dtype:?}{quantized}, draft KV {:.1} KB a token{paged}), taps {:?}, block size \
          {}",
         target.name(),
         metadata.num_hidden_layers,
         config.num_hidden_layers,
-        checkpoint.num_parameters() as f64 / 1e6,
-        checkpoint.bytes(dtype) as f64 / 1e6,
+        drafter.checkpoint.num_parameters() as f64 / 1e6,
+        drafter.bytes(dtype) as f64 / 1e6,
         kv_per_token as f64 / 1e3,
         config.target_layer_ids(metadata.num_hidden_layers)?,
         worker.block_size(),

@@ -31,6 +31,19 @@ pub fn smollm2_drafter() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/smollm2-135m-dflash")
 }
 
+/// The target's embedding, which is its lm_head too: `[vocab, hidden]`. `cargo xtask model` makes it in
+/// its default place, `DFLASH_TEST_TARGET` names another folder.
+pub fn smollm2_embedding() -> Tensor {
+    let default = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.cache/smollm2-135m");
+    let dir = std::env::var_os("DFLASH_TEST_TARGET").map_or(default, Into::into);
+    let file = dir.join("model.safetensors");
+    assert!(file.exists(), "{}: run `cargo xtask model`", file.display());
+    let weights = load(&file);
+    weights["model.embed_tokens.weight"]
+        .to_dtype(DType::F32)
+        .unwrap()
+}
+
 pub fn load(path: &Path) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path, &Device::Cpu)
         .unwrap_or_else(|e| panic!("{}: {e}", path.display()))
