@@ -128,6 +128,9 @@ pub struct Drafting {
     /// In-situ quantization of the draft model: none, auto, or a type such as q8_0
     #[arg(long, value_name = "TYPE")]
     pub draft_quant: Option<String>,
+    /// Most recent context tokens that the draft model attends to; 0 for all
+    #[arg(long, value_name = "TOKENS")]
+    pub draft_window: Option<usize>,
 }
 
 /// Where the models run, and where their KV is.
@@ -337,7 +340,7 @@ impl Engine {
                     block_size: setup.block_size,
                     adaptive: Some(setup.adaptive),
                     draft_quant: setup.drafting.draft_quant.clone(),
-                    ..SpeculativeOptions::default()
+                    draft_window: setup.drafting.draft_window,
                 },
             )),
             None => None,

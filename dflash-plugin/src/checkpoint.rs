@@ -119,6 +119,11 @@ impl Checkpoint {
         }
     }
 
+    /// As [`DraftConfig::bound_context`], for the model that is loaded.
+    pub fn bound_context(&mut self, tokens: usize) {
+        self.config.bound_context(tokens);
+    }
+
     /// The folder.
     pub fn dir(&self) -> &Path {
         &self.dir

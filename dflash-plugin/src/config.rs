@@ -164,6 +164,20 @@ impl DraftConfig {
         self.block_size + self.harvest.shift()
     }
 
+    /// Lets no layer see more than the `tokens` most recent positions of the context, which keep their
+    /// places. Windows of the checkpoint stay: the smaller one counts.
+    pub fn bound_context(&mut self, tokens: usize) {
+        for layer in &mut self.layers {
+            layer.context = Some(tokens);
+        }
+    }
+
+    /// The most context positions that any layer sees; `None` if one sees all.
+    pub fn context_rows(&self) -> Option<usize> {
+        let mut layers = self.layers.iter().map(LayerAttention::context_rows);
+        layers.try_fold(0, |most, rows| Some(most.max(rows?)))
+    }
+
     /// Number of taps: the listed target layers, or one for each draft layer.
     pub fn num_taps(&self) -> usize {
         self.listed_layer_ids

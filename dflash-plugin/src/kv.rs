@@ -9,14 +9,20 @@ use crate::error::{DFlashError, Result};
 const CAPACITY_STEP: usize = 256;
 
 /// Draft K/V of one sequence: for each layer a K and a V buffer of shape
-/// `[kv_heads, capacity, head_dim]`, of which the first [`SequenceKv::len`] positions are valid.
+/// `[kv_heads, capacity, head_dim]` with positions [`SequenceKv::start`] to [`SequenceKv::len`].
 ///
 /// New rows are written in place; buffers grow by at least a quarter, so that appending costs
-/// amortised constant time a row. Not `Clone`: a clone would share its buffers with the original, and
+/// amortised constant time a row. When no layer looks further back than a window
+/// ([`SequenceKv::bounded`]), the oldest rows are dropped, many at once, and the buffers stop growing;
+/// positions stay what they are. Not `Clone`: a clone would share its buffers with the original, and
 /// a write to one would show in the other. Copy with [`SequenceKv::deep_clone_prefix`].
 #[derive(Debug)]
 pub struct SequenceKv {
     layers: Vec<LayerKv>,
+    /// Position of the first row of the buffers.
+    start: usize,
+    /// Rows up to the last written one that are never dropped; `None` keeps all.
+    keep: Option<usize>,
     len: usize,
     /// Rows that were written and not overwritten or truncated since; see [`SequenceKv::set_len`].
     written: usize,
@@ -39,13 +45,26 @@ impl SequenceKv {
     /// # Errors
     /// Only those of candle.
     pub fn new(cfg: &DraftConfig, dtype: DType, device: &Device) -> Result<Self> {
-        Self::with_shape(
+        let kv = Self::with_shape(
             cfg.num_hidden_layers,
             cfg.num_key_value_heads,
             cfg.head_dim,
             dtype,
             device,
-        )
+        )?;
+        Ok(match cfg.context_rows() {
+            Some(window) => kv.bounded(window, cfg.verify_rows()),
+            None => kv,
+        })
+    }
+
+    /// Lets rows go that are older than the last `window` positions, even after the length has been
+    /// set back by `rollback` rows (of a verify pass; 256 at least).
+    ///
+    /// At most `window + max(rollback, 256) + 256` rows, rounded up to 256, are allocated then.
+    pub fn bounded(mut self, window: usize, rollback: usize) -> Self {
+        self.keep = Some(window.saturating_add(rollback.max(CAPACITY_STEP)));
+        self
     }
 
     /// As [`SequenceKv::new`], from the numbers alone.
@@ -61,6 +80,8 @@ impl SequenceKv {
     ) -> Result<Self> {
         let mut kv = Self {
             layers: Vec::with_capacity(num_layers),
+            start: 0,
+            keep: None,
             len: 0,
             written: 0,
             capacity: 0,
@@ -76,9 +97,14 @@ impl SequenceKv {
         Ok(kv)
     }
 
-    /// Number of valid positions.
+    /// Number of positions, those included whose rows were dropped.
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// The oldest position whose row is there, or [`SequenceKv::len`] if there is none.
+    pub fn start(&self) -> usize {
+        self.start
     }
 
     /// Whether no position is valid.
@@ -126,12 +152,25 @@ impl SequenceKv {
             return Ok(());
         }
         self.reserve(self.len + rows)?;
-        for (layer, (k, v)) in self.layers.iter().zip(&kv) {
-            layer.k.slice_set(&k.contiguous()?, 1, self.len)?;
-            layer.v.slice_set(&v.contiguous()?, 1, self.len)?;
+        if let Err(error) = self.write(&kv, rows) {
+            self.start = self.start.min(self.len);
+            return Err(error);
         }
         self.len += rows;
         self.written = self.len;
+        Ok(())
+    }
+
+    /// Writes `rows` rows from position `len` on. Of a long prompt all but the last may be too old
+    /// already.
+    fn write(&self, kv: &[(Tensor, Tensor)], rows: usize) -> Result<()> {
+        let skipped = self.start.saturating_sub(self.len);
+        let at = self.len + skipped - self.start;
+        let new = |t: &Tensor| t.narrow(1, skipped, rows - skipped)?.contiguous();
+        for (layer, (k, v)) in self.layers.iter().zip(kv) {
+            layer.k.slice_set(&new(k)?, 1, at)?;
+            layer.v.slice_set(&new(v)?, 1, at)?;
+        }
         Ok(())
     }
 
@@ -142,6 +181,7 @@ impl SequenceKv {
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
         self.written = self.len;
+        self.start = self.start.min(self.len);
     }
 
     /// Makes exactly the first `len` written positions valid, without forgetting those behind.
@@ -150,8 +190,16 @@ impl SequenceKv {
     /// written before; the rejected ones are overwritten by the next [`SequenceKv::append`].
     ///
     /// # Errors
-    /// [`DFlashError::Input`] when fewer positions have been written.
+    /// [`DFlashError::Input`] when fewer positions have been written, or all rows before `len` were
+    /// dropped.
     pub fn set_len(&mut self, len: usize) -> Result<()> {
+        if len < self.start {
+            return Err(DFlashError::input(
+                "draft KV length",
+                format!("at least the oldest kept position {}", self.start),
+                len.to_string(),
+            ));
+        }
         if len > self.written {
             return Err(DFlashError::input(
                 "draft KV length",
@@ -163,18 +211,19 @@ impl SequenceKv {
         Ok(())
     }
 
-    /// K and V of layer `i`, each a view `[kv_heads, len, head_dim]` without a copy (not contiguous).
+    /// K and V of layer `i`, each a view `[kv_heads, len - start, head_dim]` without a copy (not
+    /// contiguous).
     ///
     /// # Errors
     /// [`DFlashError::Input`] when there is no such layer.
     pub fn layer(&self, i: usize) -> Result<(Tensor, Tensor)> {
-        self.layer_range(i, 0, self.len)
+        self.layer_range(i, self.start, self.len - self.start)
     }
 
     /// K and V of layer `i` at positions `start..start + rows`, as views.
     ///
     /// # Errors
-    /// [`DFlashError::Input`] when there is no such layer or position.
+    /// [`DFlashError::Input`] when there is no such layer or position, or its row was dropped.
     pub fn layer_range(&self, i: usize, start: usize, rows: usize) -> Result<(Tensor, Tensor)> {
         let Some(layer) = self.layers.get(i) else {
             return Err(DFlashError::input(
@@ -183,6 +232,13 @@ impl SequenceKv {
                 i.to_string(),
             ));
         };
+        if start < self.start {
+            return Err(DFlashError::input(
+                "start of the context rows",
+                format!("at least {}", self.start),
+                start.to_string(),
+            ));
+        }
         let end = start.saturating_add(rows);
         if end > self.len {
             return Err(DFlashError::input(
@@ -191,13 +247,12 @@ impl SequenceKv {
                 end.to_string(),
             ));
         }
-        Ok((
-            layer.k.narrow(1, start, rows)?,
-            layer.v.narrow(1, start, rows)?,
-        ))
+        let at = start - self.start;
+        Ok((layer.k.narrow(1, at, rows)?, layer.v.narrow(1, at, rows)?))
     }
 
-    /// An independent copy of the first `len` positions, in buffers of its own.
+    /// An independent copy of the first `len` positions, in buffers of its own. Rows that were dropped
+    /// are missing in it, too: of a copy much shorter than a bounded context, it may be all.
     ///
     /// # Errors
     /// [`DFlashError::Input`] when `len` exceeds the context.
@@ -216,38 +271,55 @@ impl SequenceKv {
             self.dtype,
             &self.device,
         )?;
-        if len == 0 {
+        copy.keep = self.keep;
+        let oldest = self.keep.map_or(0, |keep| len.saturating_sub(keep));
+        (copy.start, copy.len, copy.written) = (self.start.max(oldest).min(len), len, len);
+        let rows = len - copy.start;
+        if rows == 0 {
             return Ok(copy);
         }
         copy.reserve(len)?;
-        for (to, from) in copy.layers.iter().zip(&self.layers) {
-            to.k.slice_set(&from.k.narrow(1, 0, len)?.contiguous()?, 1, 0)?;
-            to.v.slice_set(&from.v.narrow(1, 0, len)?.contiguous()?, 1, 0)?;
+        for (i, to) in copy.layers.iter().enumerate() {
+            let (k, v) = self.layer_range(i, copy.start, rows)?;
+            to.k.slice_set(&k.contiguous()?, 1, 0)?;
+            to.v.slice_set(&v.contiguous()?, 1, 0)?;
         }
-        copy.len = len;
-        copy.written = len;
         Ok(copy)
     }
 
-    /// Makes room for `wanted` positions. All new buffers exist before the first old one is dropped,
-    /// so a failed allocation leaves the context as it was.
-    fn reserve(&mut self, wanted: usize) -> Result<()> {
+    /// Makes room for rows up to position `end`, and drops old ones if that would take more rows than
+    /// a bounded context may have. All new buffers exist before the first old one is dropped, so a
+    /// failed allocation leaves the context as it was.
+    fn reserve(&mut self, end: usize) -> Result<()> {
+        let wanted = end - self.start;
         if wanted <= self.capacity {
             return Ok(());
         }
+        let most = self.keep.map(|keep| {
+            let most = keep.saturating_add(CAPACITY_STEP);
+            most.checked_next_multiple_of(CAPACITY_STEP).unwrap_or(most)
+        });
+        let start = match (most, self.keep) {
+            (Some(most), Some(keep)) if wanted > most => end - keep,
+            _ => self.start,
+        };
         let grown = self.capacity + self.capacity / 4;
-        let capacity = wanted.max(grown).next_multiple_of(CAPACITY_STEP);
+        let capacity = (end - start).max(grown).next_multiple_of(CAPACITY_STEP);
+        let capacity = most.map_or(capacity, |most| capacity.min(most));
+        let kept = self.len.saturating_sub(start);
         let mut layers = Vec::with_capacity(self.layers.len());
         for old in &self.layers {
             let new = self.empty_layer(capacity)?;
-            if self.capacity > 0 {
-                new.k.slice_set(&old.k, 1, 0)?;
-                new.v.slice_set(&old.v, 1, 0)?;
+            if kept > 0 && self.capacity > 0 {
+                let rows = |t: &Tensor| t.narrow(1, start - self.start, kept)?.contiguous();
+                new.k.slice_set(&rows(&old.k)?, 1, 0)?;
+                new.v.slice_set(&rows(&old.v)?, 1, 0)?;
             }
             layers.push(new);
         }
         self.layers = layers;
         self.capacity = capacity;
+        self.start = start;
         Ok(())
     }
 

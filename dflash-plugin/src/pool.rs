@@ -139,7 +139,38 @@ pub struct PooledContexts<'a> {
     pub lens: Vec<usize>,
 }
 
-impl PooledContexts<'_> {
+impl<'a> PooledContexts<'a> {
+    /// These contexts without the blocks that are wholly older than the last `window` positions. Keys
+    /// are stored as they are attended to, so only distances count from here on, and those stay.
+    ///
+    /// # Errors
+    /// If a table does not cover its length.
+    pub fn recent(&self, window: usize) -> Result<PooledContexts<'a>> {
+        let size = self.pool.block_size;
+        let (mut tables, mut lens) = (Vec::new(), Vec::new());
+        for (table, len) in self.tables.iter().zip(&self.lens) {
+            let old = len.saturating_sub(window) / size;
+            let Some(table) = table.get(old..) else {
+                return Err(self.misfit());
+            };
+            tables.push(table.to_vec());
+            lens.push(len - old * size);
+        }
+        Ok(PooledContexts {
+            pool: self.pool,
+            tables,
+            lens,
+        })
+    }
+
+    fn misfit(&self) -> DFlashError {
+        DFlashError::input(
+            "blocks of the draft contexts",
+            format!("for {:?} positions, below {}", self.lens, self.pool.blocks),
+            format!("{:?}", self.tables),
+        )
+    }
+
     /// Block tables `[sequences, most blocks]` and lengths `[sequences]` on the pool's device, u32.
     ///
     /// # Errors
@@ -170,11 +201,7 @@ impl PooledContexts<'_> {
                     && table.iter().all(|block| *block < pool.blocks)
             });
         if !fits {
-            return Err(DFlashError::input(
-                "blocks of the draft contexts",
-                format!("for {:?} positions, below {}", self.lens, pool.blocks),
-                format!("{:?}", self.tables),
-            ));
+            return Err(self.misfit());
         }
         Ok(())
     }

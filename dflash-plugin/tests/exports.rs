@@ -72,7 +72,11 @@ fn sliding_layers_of_a_speculators_config_may_be_bidirectional() {
         layers["use_sliding_window"] = json!(true);
         parse(&json).layers
     };
-    let layer = |causal, window| LayerAttention { causal, window };
+    let layer = |causal, window| LayerAttention {
+        causal,
+        window,
+        context: None,
+    };
     assert_eq!(pattern(false), [layer(true, Some(12)), layer(false, None)]);
     assert_eq!(pattern(true), [layer(false, Some(12)), layer(false, None)]);
 }

@@ -56,19 +56,39 @@ struct Shape {
     kv_heads: usize,
     head_dim: usize,
     dtype: DType,
+    /// Window and rollback of a bounded context.
+    bound: Option<(usize, usize)>,
 }
 
 fn shape() -> impl Strategy<Value = Shape> {
     let dtype = prop_oneof![Just(DType::F32), Just(DType::BF16)];
-    (1usize..=3, 1usize..=3, 1usize..=2, dtype).prop_map(|(layers, kv_heads, half, dtype)| Shape {
+    let bound = prop::option::of((0usize..=600, 0usize..=400));
+    let sizes = (1usize..=3, 1usize..=3, 1usize..=2);
+    (sizes, dtype, bound).prop_map(|((layers, kv_heads, half), dtype, bound)| Shape {
         layers,
         kv_heads,
         head_dim: 2 * half,
         dtype,
+        bound,
     })
 }
 
 impl Shape {
+    /// Rows that must be there after an append.
+    fn keep(&self) -> usize {
+        let keep = |(window, rollback): (usize, usize)| window + rollback.max(256);
+        self.bound.map_or(usize::MAX, keep)
+    }
+
+    fn empty(&self) -> SequenceKv {
+        let (layers, heads, dim) = (self.layers, self.kv_heads, self.head_dim);
+        let kv = SequenceKv::with_shape(layers, heads, dim, self.dtype, &Device::Cpu).unwrap();
+        match self.bound {
+            Some((window, rollback)) => kv.bounded(window, rollback),
+            None => kv,
+        }
+    }
+
     /// Element bits of row `row` (of all rows ever made) in K (0) or V (1) of a layer, head by head.
     fn row_bits(&self, row: usize, layer: usize, k_or_v: usize) -> Vec<u32> {
         (0..self.kv_heads * self.head_dim)
@@ -131,6 +151,8 @@ struct Model {
     /// For each layer K and V of all rows written and not forgotten since.
     layers: Vec<[Vec<Vec<u32>>; 2]>,
     len: usize,
+    /// Rows before this position may be missing.
+    droppable: usize,
 }
 
 impl Model {
@@ -138,6 +160,7 @@ impl Model {
         Self {
             layers: vec![[Vec::new(), Vec::new()]; shape.layers],
             len: 0,
+            droppable: 0,
         }
     }
 
@@ -174,6 +197,8 @@ impl World {
                 if count > 0 {
                     model.cut(model.len);
                     model.len += count;
+                    let old = model.len.saturating_sub(shape.keep());
+                    model.droppable = model.droppable.max(old);
                 }
                 let mut tensors = Vec::new();
                 for (layer, model) in model.layers.iter_mut().enumerate() {
@@ -196,8 +221,9 @@ impl World {
             }
             Op::SetLen(part) => {
                 let len = part_of(part, model.written());
+                let there = kv.start()..=model.written();
                 let result = kv.set_len(len);
-                prop_assert_eq!(result.is_ok(), len <= model.written());
+                prop_assert_eq!(result.is_ok(), there.contains(&len));
                 if result.is_ok() {
                     model.len = len;
                 }
@@ -209,6 +235,8 @@ impl World {
                 if let Ok(copy) = copy {
                     let mut copied = model.clone();
                     copied.cut(len);
+                    let old = len.saturating_sub(shape.keep());
+                    copied.droppable = copied.droppable.max(old);
                     self.contexts.push((copy, copied));
                     if self.contexts.len() > MOST_CONTEXTS {
                         self.contexts.remove(0);
@@ -231,7 +259,8 @@ impl World {
                 let start = part_of(start, kv.len());
                 let rows = part_of(rows, kv.len() - start);
                 let read = kv.layer_range(shape.layers - 1, start, rows);
-                prop_assert_eq!(read.is_ok(), start + rows <= model.len);
+                let is_there = start >= kv.start() && start + rows <= model.len;
+                prop_assert_eq!(read.is_ok(), is_there);
                 if let Ok((_, v)) = read {
                     let expected = &model.layers[shape.layers - 1][1][start..start + rows];
                     prop_assert_eq!(shape.difference(&v, expected), None);
@@ -251,11 +280,18 @@ impl World {
                 * self.shape.kv_heads
                 * self.shape.head_dim
                 * self.shape.dtype.size_in_bytes();
-            prop_assert!(kv.bytes() >= model.written() * row_bytes);
+            prop_assert!(kv.start() <= model.droppable.min(model.len));
+            prop_assert!(kv.bytes() >= (model.written() - kv.start()) * row_bytes);
+            if self.shape.bound.is_some() {
+                let most = (self.shape.keep() + 256).next_multiple_of(256);
+                prop_assert!(kv.bytes() <= most * row_bytes);
+            }
             for (layer, expected) in model.layers.iter().enumerate() {
                 let (k, v) = kv.layer(layer).unwrap();
                 for (side, tensor) in [k, v].iter().enumerate() {
-                    let differs = self.shape.difference(tensor, &expected[side][..model.len]);
+                    let differs = self
+                        .shape
+                        .difference(tensor, &expected[side][kv.start()..model.len]);
                     prop_assert!(
                         differs.is_none(),
                         "context {i}, layer {layer}, side {side}: row {differs:?} differs"
@@ -279,14 +315,7 @@ fn part_of(part: usize, whole: usize) -> usize {
 fn a_context_holds_what_was_written_to_it_and_nothing_of_its_copies() {
     let ops = prop::collection::vec((0usize..MOST_CONTEXTS, op()), 1..40);
     let result = property::runner(CASES).run(&(shape(), ops), |(shape, ops)| {
-        let kv = SequenceKv::with_shape(
-            shape.layers,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.dtype,
-            &Device::Cpu,
-        )
-        .unwrap();
+        let kv = shape.empty();
         let model = Model::new(&shape);
         let mut world = World {
             shape,

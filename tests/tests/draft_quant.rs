@@ -12,6 +12,7 @@ fn quantized(quant: &str) -> Setup {
     Setup {
         drafting: Drafting {
             draft_quant: Some(quant.into()),
+            ..Drafting::default()
         },
         ..Setup::dflash(&target(), &drafter(), Some(8))
     }

@@ -52,6 +52,7 @@ const KEYS: &[&str] = &[
     "draft_model",
     "block_size",
     "draft_quant",
+    "draft_window",
     "blok_size",
     "draft-model",
     "\"method\"",

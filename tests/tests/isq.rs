@@ -43,6 +43,7 @@ async fn targets_that_are_quantized_at_load_keep_their_text() {
             // The draft model is quantized as the target is.
             drafting: Drafting {
                 draft_quant: Some("auto".into()),
+                ..Drafting::default()
             },
             ..Setup::dflash(&target.path, &drafter, Some(8))
         });

@@ -11,6 +11,20 @@ pub struct LayerAttention {
     pub causal: bool,
     /// A row sees only positions less than `window` away from its own (itself counts as one).
     pub window: Option<usize>,
+    /// All rows of a block see at most this many of the most recent context positions: a setting of
+    /// the user, which no checkpoint has.
+    pub context: Option<usize>,
+}
+
+impl LayerAttention {
+    /// The most context positions that a row sees; `None` if it sees all.
+    pub fn context_rows(&self) -> Option<usize> {
+        let in_window = self.window.map(|window| window.saturating_sub(1));
+        match (in_window, self.context) {
+            (Some(window), Some(context)) => Some(window.min(context)),
+            (window, context) => window.or(context),
+        }
+    }
 }
 
 /// Reads `layer_types`, `sliding_window` and the causality overrides.
@@ -34,6 +48,7 @@ pub(super) fn parse_layers(keys: &Keys, num_layers: usize) -> Result<Vec<LayerAt
         .map(|is_sliding| LayerAttention {
             causal: causal_override.unwrap_or(is_sliding),
             window: window.filter(|_| is_sliding),
+            context: None,
         })
         .collect())
 }

@@ -21,10 +21,12 @@ pub(super) struct BlockMask {
 }
 
 impl BlockMask {
-    /// For a block of `block` rows after `context` positions. Queries come in groups of `group` heads
-    /// for each key/value head, so the rows of the bias repeat that often.
+    /// For a block of `block` rows after `context` positions, of which those from `kept` on have rows.
+    /// Queries come in groups of `group` heads for each key/value head, so the rows of the bias repeat
+    /// that often.
     pub fn new(
         pattern: LayerAttention,
+        kept: usize,
         context: usize,
         block: usize,
         group: usize,
@@ -32,9 +34,9 @@ impl BlockMask {
     ) -> Result<Self> {
         // The first row, at position `context`, reaches back furthest.
         let start = pattern
-            .window
-            .map_or(0, |window| (context + 1).saturating_sub(window))
-            .min(context);
+            .context_rows()
+            .map_or(0, |rows| context.saturating_sub(rows))
+            .clamp(kept.min(context), context);
         let keys = context - start + block;
         let sees = |row: usize, key: usize| {
             let (query, key) = (context + row, start + key);
@@ -119,8 +121,23 @@ mod tests {
 
     /// For each row of the block, the absolute positions it sees.
     fn seen(causal: bool, window: Option<usize>, context: usize, block: usize) -> Vec<Vec<usize>> {
-        let pattern = LayerAttention { causal, window };
-        let mask = BlockMask::new(pattern, context, block, 2, &Device::Cpu).unwrap();
+        seen_of(causal, window, None, context, block)
+    }
+
+    /// As `seen`, with a bound for the context.
+    fn seen_of(
+        causal: bool,
+        window: Option<usize>,
+        bound: Option<usize>,
+        context: usize,
+        block: usize,
+    ) -> Vec<Vec<usize>> {
+        let pattern = LayerAttention {
+            causal,
+            window,
+            context: bound,
+        };
+        let mask = BlockMask::new(pattern, 0, context, block, 2, &Device::Cpu).unwrap();
         assert_eq!(mask.start + mask.context, context);
         let keys = mask.context + block;
         let bias = match &mask.bias {
@@ -146,8 +163,9 @@ mod tests {
         let pattern = LayerAttention {
             causal: false,
             window: None,
+            context: None,
         };
-        let mask = BlockMask::new(pattern, 5, 3, 2, &Device::Cpu).unwrap();
+        let mask = BlockMask::new(pattern, 0, 5, 3, 2, &Device::Cpu).unwrap();
         assert!(mask.bias.is_none());
         assert_eq!((mask.start, mask.context), (0, 5));
     }
@@ -182,8 +200,57 @@ mod tests {
         let pattern = LayerAttention {
             causal: false,
             window: Some(8),
+            context: None,
         };
-        let mask = BlockMask::new(pattern, 5, 3, 1, &Device::Cpu).unwrap();
+        let mask = BlockMask::new(pattern, 0, 5, 3, 1, &Device::Cpu).unwrap();
         assert!(mask.bias.is_none());
+    }
+
+    #[test]
+    fn a_bound_of_the_context_is_the_same_for_all_rows_and_leaves_the_block_alone() {
+        assert_eq!(
+            seen_of(false, None, Some(2), 5, 3),
+            [
+                vec![3, 4, 5, 6, 7],
+                vec![3, 4, 5, 6, 7],
+                vec![3, 4, 5, 6, 7]
+            ]
+        );
+        assert_eq!(
+            seen_of(true, None, Some(1), 5, 2),
+            [vec![4, 5], vec![4, 5, 6]]
+        );
+        assert_eq!(
+            seen_of(true, None, Some(9), 2, 2),
+            seen(true, None, 2, 2),
+            "larger than the context"
+        );
+    }
+
+    #[test]
+    fn of_a_window_and_a_bound_of_the_context_the_smaller_counts() {
+        let window = seen(true, Some(3), 5, 3);
+        assert_eq!(seen_of(true, Some(3), Some(2), 5, 3), window);
+        assert_eq!(
+            seen_of(true, Some(3), Some(1), 5, 3),
+            [vec![4, 5], vec![4, 5, 6], vec![5, 6, 7]]
+        );
+    }
+
+    #[test]
+    fn rows_that_were_dropped_are_not_seen() {
+        let pattern = LayerAttention {
+            causal: false,
+            window: None,
+            context: Some(4),
+        };
+        let of = |kept| {
+            let mask = BlockMask::new(pattern, kept, 9, 2, 1, &Device::Cpu).unwrap();
+            (mask.start, mask.context)
+        };
+        assert_eq!(
+            [of(0), of(5), of(7), of(9)],
+            [(5, 4), (5, 4), (7, 2), (9, 0)]
+        );
     }
 }

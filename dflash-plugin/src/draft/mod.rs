@@ -265,16 +265,17 @@ impl DraftModel {
             }
         }
         let starts: Vec<usize> = kv.iter().map(|kv| kv.len()).collect();
-        let masks = starts
+        let masks = kv
             .iter()
-            .map(|context| self.sequence_masks(*context, block))
+            .map(|kv| self.sequence_masks(kv, block))
             .collect::<Result<Vec<_>>>()?;
         let rope = self.rope.blocks(&starts, block)?;
         let out = self.forward_layers(&self.input(embeds)?, &rope, &Contexts::Own { kv, masks })?;
         Ok(out.reshape((batch, block, ()))?)
     }
 
-    /// As [`DraftModel::forward_block`], over contexts in the blocks of a pool of this model's shape.
+    /// As [`DraftModel::forward_block`], over contexts in the blocks of a pool of this model's shape. A
+    /// bound of the context is rounded up to whole blocks, as the host does with its own windows.
     ///
     /// # Errors
     /// Those of `forward_block`, and if a block table does not fit.
@@ -286,12 +287,16 @@ impl DraftModel {
         let (batch, block) = self.check_block(embeds, contexts.lens.len())?;
         let rope = self.rope.blocks(&contexts.lens, block)?;
         let x = self.input(embeds)?;
+        let window = self.config.layers.iter().find_map(|layer| layer.context);
+        let recent = window.map(|window| contexts.recent(window)).transpose()?;
+        // Positions are those of the whole contexts.
+        let seen = recent.as_ref().unwrap_or(contexts);
         let pool = contexts.pool;
         let replay = self.replay.as_ref();
         let mut replay = replay.map(|replay| replay.lock().unwrap_or_else(PoisonError::into_inner));
         let out = match (&mut replay, pool.layers().first()) {
             (Some(replay), Some((keys, _))) if replay.is_on() => {
-                let (tables, lens) = contexts.roomy_tensors()?;
+                let (tables, lens) = seen.roomy_tensors()?;
                 let inputs = [x, rope.cos.clone(), rope.sin.clone(), tables, lens];
                 replay.run(keys.id(), &inputs, &mut |inputs| {
                     let [x, cos, sin, tables, lens] = inputs else {
@@ -309,7 +314,7 @@ impl DraftModel {
                 })?
             }
             _ => {
-                let pooled = Contexts::pooled(contexts)?;
+                let pooled = Contexts::pooled(seen)?;
                 self.forward_layers(&x, &rope, &pooled)?
             }
         };
@@ -398,11 +403,11 @@ impl DraftModel {
         self.config.rms_norm_eps as f32
     }
 
-    fn sequence_masks(&self, context: usize, block: usize) -> Result<SequenceMasks> {
-        let group = self.config.group_size();
+    fn sequence_masks(&self, kv: &SequenceKv, block: usize) -> Result<SequenceMasks> {
+        let (kept, context, group) = (kv.start(), kv.len(), self.config.group_size());
         self.patterns
             .iter()
-            .map(|pattern| BlockMask::new(*pattern, context, block, group, &self.device))
+            .map(|pattern| BlockMask::new(*pattern, kept, context, block, group, &self.device))
             .collect()
     }
 

@@ -25,6 +25,7 @@ pub struct DFlashLoader {
     block_size: Option<usize>,
     is_adaptive: bool,
     draft_quant: Option<String>,
+    draft_window: Option<usize>,
     hooks: Hooks,
 }
 
@@ -88,6 +89,7 @@ impl DFlashLoader {
             block_size: options.block_size,
             is_adaptive: options.adaptive.unwrap_or(true),
             draft_quant: options.draft_quant.clone(),
+            draft_window: options.draft_window.filter(|tokens| *tokens > 0),
             hooks,
         })
     }
@@ -103,7 +105,10 @@ impl DFlashLoader {
     ) -> Result<Drafter> {
         let quantizer = HostQuantizer::choose(self.draft_quant.as_deref(), isq, device)?;
         let folder = source::resolve(&self.draft_model, token_source, silent)?;
-        let checkpoint = Checkpoint::open(&folder).with_context(|| self.cannot_use(&folder))?;
+        let mut checkpoint = Checkpoint::open(&folder).with_context(|| self.cannot_use(&folder))?;
+        if let Some(tokens) = self.draft_window {
+            checkpoint.bound_context(tokens);
+        }
         Ok(Drafter {
             checkpoint,
             quantizer,

@@ -175,6 +175,10 @@ pub fn describe(
         .speculative_target()
         .map_or("unknown", |target| target.family());
     let kv_per_token = DraftPool::bytes_per_token(config, dtype);
+    let bounded = match config.context_rows() {
+        Some(rows) => format!(", attention over the last {rows} tokens of the context"),
+        None => String::new(),
+    };
     let paged = match &metadata.cache_config {
         Some(cache) => format!(
             ", {:.1} MB of it in {} paged blocks of {}",
@@ -190,7 +194,7 @@ pub fn describe(
     };
     Ok(format!(
         "DFlash: target {} ({family}, {} layers), drafter {draft_model} ({} layers, {:.1} M \
-         parameters, {:.1} MB as {dtype:?}{quantized}, draft KV {:.1} KB a token{paged}), taps {:?}, block size \
+         parameters, {:.1} MB as {dtype:?}{quantized}, draft KV {:.1} KB a token{paged}{bounded}), taps {:?}, block size \
          {}",
         target.name(),
         metadata.num_hidden_layers,
