@@ -27,7 +27,7 @@ fn recorded() -> Vec<GreedyPrompt> {
     let file: GreedyFile = golden("greedy.json");
     let mut prompts = file.prompts;
     prompts.sort_by_key(|prompt| std::cmp::Reverse(prompt.input_ids.len()));
-    prompts.truncate(4);
+    prompts.truncate(3);
     prompts
 }
 
@@ -44,27 +44,23 @@ async fn run(setup: &Setup, prompts: &[GreedyPrompt]) -> (Vec<Generation>, Stats
 #[tokio::test(flavor = "multi_thread")]
 async fn a_window_changes_the_drafts_and_not_the_text() {
     let prompts = recorded();
-    assert!(
-        prompts[3].input_ids.len() > 40,
-        "they are to be longer than the windows"
-    );
+    let shortest = prompts.iter().map(|prompt| prompt.input_ids.len()).min();
+    assert!(shortest > Some(40), "longer than the windows");
     let (_, whole) = run(&windowed(0), &prompts).await;
     // As if there were no window: draft for draft.
     let (_, longer) = run(&windowed(4_000), &prompts).await;
     assert_eq!(longer.accepts, whole.accepts);
-    for paged in [None, Some(8192)] {
-        for window in [1, 5, 32] {
-            let mut setup = windowed(window);
-            setup.place.paged = paged.or(setup.place.paged);
-            let (answers, stats) = run(&setup, &prompts).await;
-            let what = format!("window {window}, paged {paged:?}");
-            for (prompt, got) in prompts.iter().zip(&answers) {
-                let reference = &prompt.greedy_ids[..TOKENS.min(prompt.greedy_ids.len())];
-                compare_greedy(&what, reference, &prompt.gaps, &got.tokens).unwrap();
-            }
-            assert!(stats.fallbacks.is_empty(), "{what}: {stats:?}");
-            assert_ne!(stats.accepts, whole.accepts, "{what}: it has no effect");
+    for (paged, window) in [(None, 1), (None, 32), (Some(8192), 32)] {
+        let mut setup = windowed(window);
+        setup.place.paged = paged.or(setup.place.paged);
+        let (answers, stats) = run(&setup, &prompts).await;
+        let what = format!("window {window}, paged {paged:?}");
+        for (prompt, got) in prompts.iter().zip(&answers) {
+            let reference = &prompt.greedy_ids[..TOKENS.min(prompt.greedy_ids.len())];
+            compare_greedy(&what, reference, &prompt.gaps, &got.tokens).unwrap();
         }
+        assert!(stats.fallbacks.is_empty(), "{what}: {stats:?}");
+        assert_ne!(stats.accepts, whole.accepts, "{what}: it has no effect");
     }
 }
 
@@ -81,6 +77,9 @@ fn long_text(tokens: usize) -> Vec<u32> {
 
 /// Over contexts so long that draft KV has been dropped: one that continues a cached text, and one that
 /// parts from it where the draft KV is gone.
+///
+/// The target ends the parted text with its first token, so of that one the test says only that the hit
+/// is taken and the text right; that its window fills again is tested in the plugin's `draft_window.rs`.
 #[tokio::test(flavor = "multi_thread")]
 async fn after_a_prefix_cache_hit_a_window_drafts_as_well_as_cold() {
     let on_normal_cache = |setup: Setup, entries| Setup {
