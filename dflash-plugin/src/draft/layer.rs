@@ -34,7 +34,7 @@ pub(super) enum Contexts<'a> {
 }
 
 impl<'a> Contexts<'a> {
-    /// Contexts in a pool, without the blocks that a bound of the context leaves out.
+    /// Contexts in a pool.
     pub fn pooled(contexts: &PooledContexts<'a>) -> Result<Self> {
         let (tables, lens) = contexts.tensors()?;
         Ok(Self::Pool {
