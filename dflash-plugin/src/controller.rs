@@ -55,6 +55,8 @@ pub struct Controller {
     pending: Option<Pending>,
     now: u64,
     rows: usize,
+    /// Measurements of each batch size and rows that are not believed.
+    ignored: usize,
 }
 
 impl Controller {
@@ -68,7 +70,15 @@ impl Controller {
             pending: None,
             now: 0,
             rows: 1,
+            ignored: 0,
         }
+    }
+
+    /// Do not believe the first `count` measurements of each batch size and rows: where steps are
+    /// recorded when they have been seen some times, the first ones are slower than all that follow.
+    pub fn ignoring_first(mut self, count: usize) -> Self {
+        self.ignored = count;
+        self
     }
 
     /// Rows of the last choice.
@@ -103,6 +113,10 @@ impl Controller {
         }
         let entry = self.costs.entry(batch, self.now);
         if let Some(cell) = entry.cells.get_mut(index) {
+            if cell.ignored < self.ignored {
+                cell.ignored += 1;
+                return;
+            }
             cell.observe(seconds, self.now);
         }
         if let Some(pending) = &mut self.pending {

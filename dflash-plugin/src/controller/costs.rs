@@ -22,6 +22,8 @@ pub(super) struct Cell {
     /// Seconds.
     cost: f64,
     measured_at: u64,
+    /// Measurements that were not believed.
+    pub(super) ignored: usize,
 }
 
 impl Cell {

@@ -23,6 +23,20 @@ fn on_a_cpu_the_best_rows_are_found() {
 }
 
 #[test]
+fn the_first_steps_of_a_shape_are_not_believed_where_they_are_recorded() {
+    let mut controller = Controller::new(4).ignoring_first(3);
+    let slow = [1.0, 1.0, 9.0];
+    for (rows, fast) in [(1, 0.001), (4, 0.003)] {
+        for seconds in slow.into_iter().chain([fast]) {
+            controller.observe_step(2, rows, Duration::from_secs_f64(seconds));
+        }
+    }
+    let costs = controller.costs.estimate(2).unwrap();
+    assert!((costs[0] - 0.001).abs() < 1e-9, "{costs:?}");
+    assert!((costs.last().unwrap() - 0.003).abs() < 1e-9, "{costs:?}");
+}
+
+#[test]
 fn a_worthless_drafter_costs_next_to_nothing() {
     for (name, cost) in [
         ("cpu", cpu as Cost),

@@ -2,6 +2,9 @@
 
 use candle_core::{Device, Result, Tensor};
 
+/// Changes the drafts of the sequence with this index; for tests.
+pub type Change<'a> = dyn Fn(usize, &mut Vec<u32>) + 'a;
+
 /// Anchor and drafts of every sequence of a step, all of one length.
 pub struct Drafted {
     batch: usize,
@@ -16,16 +19,11 @@ enum Tokens {
 }
 
 impl Drafted {
-    /// `drafts`: u32 `[anchors, rows - 1]`. On a GPU they stay there unless `change` wants them: it gets
-    /// the sequence's index and its drafts.
+    /// `drafts`: u32 `[anchors, rows - 1]`. On a GPU they stay there unless `change` wants them.
     ///
     /// # Errors
     /// Only those of candle.
-    pub fn new(
-        anchors: &[u32],
-        drafts: &Tensor,
-        change: Option<&dyn Fn(usize, &mut Vec<u32>)>,
-    ) -> Result<Self> {
+    pub fn new(anchors: &[u32], drafts: &Tensor, change: Option<&Change>) -> Result<Self> {
         let (batch, count) = drafts.dims2()?;
         let tokens = match (drafts.device(), change) {
             (Device::Cpu, _) | (_, Some(_)) => {

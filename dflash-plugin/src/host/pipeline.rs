@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use mistralrs_core::plugin::{
-    AnyMoePipelineMixin, CacheBackendMetadata, CacheManagerMixin, DeviceMapper, EitherCache,
-    ForwardInputsResult, GeneralMetadata, HiddenTaps, IsqPipelineMixin, MetadataMixin,
+    can_record, AnyMoePipelineMixin, CacheBackendMetadata, CacheManagerMixin, DeviceMapper,
+    EitherCache, ForwardInputsResult, GeneralMetadata, HiddenTaps, IsqPipelineMixin, MetadataMixin,
     PreProcessingMixin, PrefixCacheManagerV2, Processor, Sequence, SpeculativeCounters,
     SpeculativeTarget,
 };
@@ -50,7 +50,13 @@ impl DFlashPipeline {
         hooks: Hooks,
         is_adaptive: bool,
     ) -> Self {
-        let controller = is_adaptive.then(|| Controller::new(worker.block_size()));
+        // Those that are recorded as CUDA graphs: two as usual, and the recording.
+        let slow_at_first = match pool.is_some() && can_record(&target.device()) {
+            true => 3,
+            false => 0,
+        };
+        let controller =
+            is_adaptive.then(|| Controller::new(worker.block_size()).ignoring_first(slow_at_first));
         Self {
             target,
             worker,

@@ -14,7 +14,7 @@ use rand_isaac::Isaac64Rng;
 
 use super::accept::Verified;
 use super::cache::{verify_metadata, Blocks, StepCache};
-use super::drafted::Drafted;
+use super::drafted::{Change, Drafted};
 use super::pipeline::{DFlashPipeline, Target};
 use super::plain::apply;
 use super::plan::{give_back, reserve, Plan};
@@ -330,9 +330,7 @@ impl DFlashPipeline {
         Drafted::new(
             &anchors,
             &drafts,
-            change
-                .as_ref()
-                .map(|change| change as &dyn Fn(usize, &mut Vec<u32>)),
+            change.as_ref().map(|change| change as &Change),
         )
     }
 
