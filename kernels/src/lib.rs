@@ -40,7 +40,7 @@ mod slow_path;
 pub use accept::{accept, argmax_last};
 #[doc(hidden)]
 pub use attention::block_attention_with_splits;
-pub use attention::{block_attention, AttentionOptions, PagedContext};
+pub use attention::{block_attention, covers, AttentionOptions, PagedContext};
 pub use layer::{norm_rope, silu_mul, NormRope};
 pub use materialize::{materialize, Kept, KvOrder, MaterializeSpec};
 pub use slow_path::slow_paths;

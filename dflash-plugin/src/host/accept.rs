@@ -142,7 +142,9 @@ impl Greedy {
         for (i, tokens) in self.sequences.iter().zip(tokens.chunks(self.rows.max(1))) {
             let choice = |token: &u32| GreedyChoice {
                 token: *token,
-                logit: f32::NAN, // Those who choose greedily ask for no logprobs.
+                // Who asks for logprobs is not chosen for here. The host adds them up all the same to
+                // compare choices of a request, which are equal then.
+                logit: 1.0,
             };
             all[*i] = tokens.iter().map(|token| Some(choice(token))).collect();
         }

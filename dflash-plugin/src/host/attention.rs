@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use candle_core::{DType, DeviceLocation, Result, Tensor};
-use dflash_kernels::{block_attention, AttentionOptions, PagedContext};
+use dflash_kernels::{block_attention, covers, AttentionOptions, PagedContext};
 use mistralrs_core::plugin::{
     set_decode_attention, BlockAttention, DecodeAttention, DecodeRows, SdpaParams,
 };
@@ -101,8 +101,10 @@ fn attend(
     params: &SdpaParams,
 ) -> Result<Option<Tensor>> {
     // In f32 and on the CPU the host's kernel: a row then comes out bit by bit as in plain
-    // decoding. It also rounds a window to whole blocks, which must be the same in both.
+    // decoding. It also rounds a window to whole blocks, which must be the same in both, and has head
+    // dims that ours lacks.
     let is_covered = query.device().is_cuda()
+        && covers(query.dim(2)?, context.values.dim(3)?)
         && matches!(query.dtype(), DType::BF16 | DType::F16)
         && context.keys.dtype() == query.dtype()
         && params.sliding_window.is_none();

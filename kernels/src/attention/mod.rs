@@ -71,6 +71,14 @@ pub(crate) struct Sizes {
     pub cache: PagedShape,
 }
 
+/// Head dims that the kernel is compiled for; `build.rs` has the same list.
+const HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
+
+/// Whether [`block_attention`] on a GPU has a kernel for these sizes, and takes no slow fallback.
+pub fn covers(head_dim: usize, block_size: usize) -> bool {
+    HEAD_DIMS.contains(&head_dim) && block_size.is_multiple_of(8)
+}
+
 /// Attends with a block of rows for each sequence.
 ///
 /// `q` is `[batch, rows, heads, head_dim]` in the cache's dtype (bf16, f16 or f32); `heads` is a
@@ -205,4 +213,15 @@ fn check_options(options: &AttentionOptions, heads: usize, q: &Tensor) -> Result
         expect("sinks", sinks, &[heads], DType::F32, q)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::covers;
+
+    #[test]
+    fn what_has_no_kernel_is_not_covered() {
+        assert!(covers(128, 32) && covers(64, 8));
+        assert!(!covers(112, 32) && !covers(192, 32) && !covers(512, 32) && !covers(128, 12));
+    }
 }
