@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs, thread};
 
-/// Head dims that the attention kernels are compiled for; `src/attention/cuda.rs` has the same list.
-const HEAD_DIMS: [u32; 5] = [64, 80, 96, 128, 256];
+include!("head_dims.rs");
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=cuda");
+    println!("cargo:rerun-if-changed=head_dims.rs");
     for key in [
         "CUDA_COMPUTE_CAP",
         "NVCC",
@@ -27,7 +27,7 @@ fn main() {
         return;
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let mut jobs: Vec<(String, &str, Option<u32>)> = vec![
+    let mut jobs: Vec<(String, &str, Option<usize>)> = vec![
         ("attention_reduce".into(), "attention_reduce.cu", None),
         ("materialize".into(), "materialize.cu", None),
         ("accept".into(), "accept.cu", None),
@@ -76,7 +76,7 @@ fn find_nvcc() -> PathBuf {
         .unwrap_or_else(|| "nvcc".into())
 }
 
-fn compile(nvcc: &Path, arch: &str, out: &Path, name: &str, source: &str, dim: Option<u32>) {
+fn compile(nvcc: &Path, arch: &str, out: &Path, name: &str, source: &str, dim: Option<usize>) {
     let mut command = Command::new(nvcc);
     command
         .args(["-std=c++17", "-O3", "-fatbin"])
@@ -105,7 +105,7 @@ fn compile(nvcc: &Path, arch: &str, out: &Path, name: &str, source: &str, dim: O
 }
 
 /// `fn module_image(name) -> Option<&[u8]>`.
-fn write_table(out: &Path, jobs: &[(String, &str, Option<u32>)]) {
+fn write_table(out: &Path, jobs: &[(String, &str, Option<usize>)]) {
     let mut code = String::from(
         "fn module_image(name: &str) -> Option<&'static [u8]> {\n    Some(match name {\n",
     );

@@ -85,7 +85,8 @@ impl DFlashWorker {
     ///
     /// The block is `[anchor, MASK, ..]` at positions `n..`; the drafts are the argmax of the target's
     /// head, or of the draft model's own, on the rows that [`crate::config::Harvest`] names. Does not
-    /// change the jobs' K/V.
+    /// change the jobs' K/V. The drafts, u32 `[jobs, rows - 1]`, are left where they are: nothing waits
+    /// for a GPU.
     ///
     /// # Errors
     /// If `rows` is not within `2..=block_size`.
@@ -94,17 +95,15 @@ impl DFlashWorker {
         target: &dyn TargetHead,
         jobs: &[DraftJob<'_>],
         rows: usize,
-    ) -> Result<Vec<Vec<u32>>> {
+    ) -> Result<Tensor> {
         let kv: Vec<&SequenceKv> = jobs.iter().map(|job| job.kv).collect();
         let anchors: Vec<u32> = jobs.iter().map(|job| job.anchor).collect();
-        let drafts = self.draft_with(target, &anchors, rows, |embeds| {
+        self.draft_with(target, &anchors, rows, |embeds| {
             self.model.forward_block(embeds, &kv)
-        })?;
-        Ok(drafts.to_vec2()?)
+        })
     }
 
-    /// As [`DFlashWorker::draft`], for sequences whose contexts are in a pool. The drafts, u32
-    /// `[anchors, rows - 1]`, are left where they are: nothing waits for a GPU.
+    /// As [`DFlashWorker::draft`], for sequences whose contexts are in a pool.
     ///
     /// # Errors
     /// If `rows` is not within `2..=block_size`, or a block table does not fit.

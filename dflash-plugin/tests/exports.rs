@@ -222,6 +222,11 @@ fn choices(
     logits.argmax(D::Minus1).unwrap().to_vec1().unwrap()
 }
 
+/// The drafts of the first job.
+fn first(drafts: Tensor) -> Vec<u32> {
+    drafts.to_vec2().unwrap().remove(0)
+}
+
 #[test]
 fn from_the_anchor_every_row_drafts_and_otherwise_all_but_the_first() {
     for from_anchor in [false, true] {
@@ -242,7 +247,7 @@ fn from_the_anchor_every_row_drafts_and_otherwise_all_but_the_first() {
         assert!(DFlashWorker::new(load(), mask, most + 1).is_err());
         for rows in [2, 5, most] {
             let jobs = [DraftJob { anchor, kv: &kv }];
-            let drafts = worker.draft(&ends, &jobs, rows).unwrap().remove(0);
+            let drafts = first(worker.draft(&ends, &jobs, rows).unwrap());
             let mut block = vec![mask; rows - usize::from(from_anchor)];
             block[0] = anchor;
             let all = choices(&model, &ends, &kv, &block, &ends.head);
@@ -278,7 +283,7 @@ fn a_reduced_vocabulary_drafts_with_its_own_head_and_the_targets_tokens() {
         anchor: 11,
         kv: &kv,
     }];
-    let drafts = worker.draft(&ends, &jobs, 4).unwrap().remove(0);
+    let drafts = first(worker.draft(&ends, &jobs, 4).unwrap());
     let expected: Vec<u32> = own[1..].iter().map(|token| 3 * token).collect();
     assert_eq!(drafts, expected);
 }

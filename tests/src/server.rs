@@ -38,6 +38,18 @@ pub fn refusal(args: &[&str]) -> String {
     text
 }
 
+/// As [`refusal`], for `serve` on the CPU in f32 with a target's arguments, a draft model and further
+/// ones.
+pub fn refusal_of_pair(target: &[&str], drafter: &Path, more: &[&str]) -> String {
+    let mut args = vec!["serve", "--host", "127.0.0.1", "-p", "0"];
+    args.extend(["--cpu", "--dtype", "f32"]);
+    args.extend(target);
+    args.extend(["--speculative", "dflash", "--speculative-draft-model"]);
+    args.push(drafter.to_str().expect("a path in UTF-8"));
+    args.extend(more);
+    refusal(&args)
+}
+
 /// A running `mistralrs serve` or `mistralrs from-config`.
 pub struct Server {
     child: Child,

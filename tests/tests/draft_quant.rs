@@ -3,7 +3,7 @@
 
 use dflash_bench::engine::{Drafting, Engine, Job, Prompt, Setup};
 use dflash_bench::prompts;
-use dflash_tests::server::{refusal, Server};
+use dflash_tests::server::{refusal_of_pair, Server};
 use dflash_tests::{compare_greedy, drafter, prompts, target};
 
 const TOKENS: usize = 64;
@@ -105,24 +105,8 @@ async fn what_cannot_be_used_is_refused_at_load_with_the_types_that_can() {
 #[test]
 fn the_flag_of_the_program_is_the_same_option() {
     let (target, drafter) = (target(), drafter());
-    let message = refusal(&[
-        "serve",
-        "--host",
-        "127.0.0.1",
-        "-p",
-        "0",
-        "--cpu",
-        "--dtype",
-        "f32",
-        "-m",
-        target.to_str().unwrap(),
-        "--speculative",
-        "dflash",
-        "--speculative-draft-model",
-        drafter.to_str().unwrap(),
-        "--speculative-draft-quant",
-        "Q7",
-    ]);
+    let target = ["-m", target.to_str().unwrap()];
+    let message = refusal_of_pair(&target, &drafter, &["--speculative-draft-quant", "Q7"]);
     for part in ["--speculative-draft-quant", "found q7", "q8_0"] {
         assert!(message.contains(part), "`{part}` is not in: {message}");
     }

@@ -3,7 +3,7 @@
 
 use dflash_bench::engine::{Drafting, Engine, Generation, Job, Place, Prompt, Setup};
 use dflash_plugin::stats::StatsSnapshot;
-use dflash_tests::server::refusal;
+use dflash_tests::server::refusal_of_pair;
 use dflash_tests::{compare_greedy, drafter, golden, target, GreedyFile, GreedyPrompt};
 
 const TOKENS: usize = 64;
@@ -132,17 +132,8 @@ fn a_window_that_is_no_number_is_refused_by_name() {
     let (target, drafter) = (target(), drafter());
     for wrong in ["-1", "many", "1.5", "99999999999999999999999"] {
         let window = format!("--speculative-draft-window={wrong}");
-        let message = refusal(&[
-            "serve",
-            "--cpu",
-            "-m",
-            target.to_str().unwrap(),
-            "--speculative",
-            "dflash",
-            "--speculative-draft-model",
-            drafter.to_str().unwrap(),
-            &window,
-        ]);
+        let target = ["-m", target.to_str().unwrap()];
+        let message = refusal_of_pair(&target, &drafter, &[&window]);
         for part in ["--speculative-draft-window", wrong] {
             assert!(message.contains(part), "`{part}` is not in: {message}");
         }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use dflash_bench::engine::{Engine, Setup};
-use dflash_tests::server::refusal;
+use dflash_tests::server::refusal_of_pair;
 use dflash_tests::zoo::{self, Family};
 use dflash_tests::{drafter, root, target};
 use serde_json::{json, Value};
@@ -140,25 +140,7 @@ impl Refused {
 
     /// What the program says, which loads more kinds of models.
     fn message(&self, model: &[&str]) -> String {
-        let drafter = self.drafter.to_str().unwrap();
-        let mut args = vec![
-            "serve",
-            "--host",
-            "127.0.0.1",
-            "-p",
-            "0",
-            "--cpu",
-            "--dtype",
-            "f32",
-        ];
-        args.extend(model);
-        args.extend([
-            "--speculative",
-            "dflash",
-            "--speculative-draft-model",
-            drafter,
-        ]);
-        refusal(&args)
+        refusal_of_pair(model, &self.drafter, &[])
     }
 }
 

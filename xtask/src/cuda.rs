@@ -31,6 +31,8 @@ const DEFAULT_CAP: &str = "90";
 /// Beside the CPU build, whose flags differ.
 const TARGET: &str = "target/cuda";
 
+include!("../../kernels/head_dims.rs");
+
 /// The toolkit that a build uses.
 pub enum Toolkit {
     /// The machine's own: `nvcc` is on the PATH.
@@ -225,8 +227,6 @@ pub fn build(root: &Path, rest: &[String]) -> Result<()> {
 /// Compile every kernel for these GPUs, and run nothing.
 pub fn check_kernels(root: &Path) -> Result<()> {
     const CAPS: [&str; 3] = ["80", "89", "90"];
-    // Those of kernels/build.rs.
-    const HEAD_DIMS: [&str; 5] = ["64", "80", "96", "128", "256"];
     let toolkit = Toolkit::find(root)?;
     let kernels: Vec<PathBuf> = fs::read_dir(root.join("kernels/cuda"))
         .context("cannot list kernels/cuda")?
@@ -239,9 +239,9 @@ pub fn check_kernels(root: &Path) -> Result<()> {
     let out = crate::scratch::Scratch::inside(&root.join("target"), "kernels")?;
     for kernel in &kernels {
         let source = fs::read_to_string(kernel)?;
-        let dims: &[&str] = match source.contains("HEAD_DIM") {
-            true => &HEAD_DIMS,
-            false => &[""],
+        let dims = match source.contains("HEAD_DIM") {
+            true => HEAD_DIMS.map(Some).to_vec(),
+            false => vec![None],
         };
         for (cap, dim) in CAPS
             .iter()
@@ -251,7 +251,7 @@ pub fn check_kernels(root: &Path) -> Result<()> {
             toolkit.apply(&mut nvcc);
             nvcc.args(["-std=c++17", "-O3", "--cubin", "-Werror", "all-warnings"])
                 .arg(format!("-arch=sm_{cap}"))
-                .args((!dim.is_empty()).then(|| format!("-DHEAD_DIM={dim}")))
+                .args(dim.map(|dim| format!("-DHEAD_DIM={dim}")))
                 .arg("-o")
                 .arg(out.path().join("kernel.cubin"))
                 .arg(kernel);

@@ -150,9 +150,7 @@ impl RopeRows {
         };
         Ok(rotated.squeeze(0)?)
     }
-}
 
-impl RopeRows {
     /// The same with other tables of the same shape.
     pub fn with(&self, cos: &Tensor, sin: &Tensor) -> Self {
         Self {

@@ -10,6 +10,7 @@
 //! | `targets` | the table of families that can be used, and of reasons why others cannot |
 //! | `pipeline` | [`DFlashPipeline`]: the host's `Pipeline`, delegated |
 //! | `step` | one engine step: plan, draft, verify, accept, commit |
+//! | `passes` | the draft pass and the verify pass, and how a failed one is undone |
 //! | `plan` | which sequences speculate, and with how many rows |
 //! | `drafted` | the blocks of a step, on the host or still on the GPU |
 //! | `accept` | the verified rows in front of the host's sampler |
@@ -28,6 +29,7 @@ mod drafted;
 mod loader;
 mod method;
 mod pairing;
+mod passes;
 mod pipeline;
 mod plain;
 mod plan;

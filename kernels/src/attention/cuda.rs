@@ -72,7 +72,7 @@ pub(super) fn unsupported(sizes: &Sizes) -> Option<String> {
     None
 }
 
-/// Modules of a head dim: tensor cores, f32. `build.rs` has the same list.
+/// Modules of a head dim of `head_dims.rs`: tensor cores, f32.
 fn modules(head_dim: usize) -> Option<(&'static str, &'static str)> {
     Some(match head_dim {
         64 => ("attention_mma_64", "attention_f32_64"),

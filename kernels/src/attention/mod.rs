@@ -71,8 +71,7 @@ pub(crate) struct Sizes {
     pub cache: PagedShape,
 }
 
-/// Head dims that the kernel is compiled for; `build.rs` has the same list.
-const HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
+include!("../../head_dims.rs");
 
 /// Whether [`block_attention`] on a GPU has a kernel for these sizes, and takes no slow fallback.
 pub fn covers(head_dim: usize, block_size: usize) -> bool {
