@@ -118,7 +118,9 @@ impl DFlashPipeline {
         let rows = blocks.rows();
         let device = self.target.device();
         let layout = match paged {
-            Some(_) if device.is_cuda() => verify::Rows::Single,
+            Some(_) if device.is_cuda() && !recurrent::is_recurrent(&*self.target) => {
+                verify::Rows::Single
+            }
             _ => verify::Rows::Blocks,
         };
         let mut inputs = verify::inputs(blocks, bases, layout, &device)?;

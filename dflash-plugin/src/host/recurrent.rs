@@ -11,6 +11,11 @@ use mistralrs_core::Pipeline;
 
 use super::verify::locked;
 
+/// Whether the target has such layers. They take the rows of a sequence together.
+pub fn is_recurrent(target: &(dyn Pipeline + Send + Sync)) -> bool {
+    matches!(target.cache(), EitherCache::Hybrid(_))
+}
+
 /// Let the next pass be one over `seqs`. It changes their states, if its rows are not kept.
 pub fn begin(target: &(dyn Pipeline + Send + Sync), seqs: &[&mut Sequence]) -> Result<()> {
     with_states(target, |states| {

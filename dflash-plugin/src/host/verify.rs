@@ -17,7 +17,7 @@ pub enum Rows {
     /// `[batch, rows]`.
     Blocks,
     /// `[batch * rows, 1]`: as decode rows of so many sequences, which the host's layers take without
-    /// a transpose. For the paged cache only.
+    /// a transpose. For the paged cache only, and not for recurrent layers.
     Single,
 }
 
