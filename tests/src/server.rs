@@ -68,6 +68,21 @@ impl Server {
     /// Serve a Hugging Face folder or a GGUF file with further arguments: in f32 on the CPU with
     /// the normal KV cache, unless the environment says something else ([`Place::from_env`]).
     pub async fn serve(target: &Path, more: &[&str]) -> Self {
+        Self::serve_in(target, more, &[]).await
+    }
+
+    /// As [`Server::serve`], with an allocator (glibc's) that hands freed memory back at once, so that
+    /// the process's resident memory is what it holds and not what it once held.
+    pub async fn serve_without_pools(target: &Path, more: &[&str]) -> Self {
+        let envs = [
+            ("MALLOC_ARENA_MAX", "1"),
+            ("MALLOC_MMAP_THRESHOLD_", "131072"),
+            ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ];
+        Self::serve_in(target, more, &envs).await
+    }
+
+    async fn serve_in(target: &Path, more: &[&str], envs: &[(&str, &str)]) -> Self {
         let port = free_port();
         let port_text = port.to_string();
         let mut args: Vec<&OsStr> = ["serve", "--host", "127.0.0.1", "-p", &port_text]
@@ -94,7 +109,7 @@ impl Server {
             args.push(target.as_ref());
         }
         args.extend(more.iter().map(OsStr::new));
-        Self::spawn(&args, port).await
+        Self::spawn(&args, port, envs).await
     }
 
     /// Without a draft model.
@@ -132,16 +147,18 @@ impl Server {
                 file.path().as_ref(),
             ],
             port,
+            &[],
         )
         .await
     }
 
-    async fn spawn(args: &[&OsStr], port: u16) -> Self {
+    async fn spawn(args: &[&OsStr], port: u16, envs: &[(&str, &str)]) -> Self {
         let log = tempfile::NamedTempFile::new().unwrap();
         let child = Command::new(binary())
             .args(args)
             // The host puts backtraces into error messages.
             .envs([("RUST_BACKTRACE", "0"), ("RUST_LIB_BACKTRACE", "0")])
+            .envs(envs.iter().copied())
             .stdout(log.reopen().unwrap())
             .stderr(Stdio::null())
             .spawn()
