@@ -64,3 +64,26 @@ async fn the_end_of_text_token_inside_a_block_ends_the_request() {
         assert_eq!(got.finish_reason, "stop", "{}", prompt.id);
     }
 }
+
+/// A character of several tokens whose last ones are not written any more: the piece that says why the
+/// answer has ended must come all the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_that_is_cut_inside_a_character_ends_with_its_finish_reason() {
+    let prompt = "🌍🌍🌍🌍🌍🌍🌍🌍🌍🌍🌍🌍";
+    for (what, setup) in [
+        ("plain", Setup::plain(&target())),
+        ("DFlash", Setup::dflash(&target(), &drafter(), Some(8))),
+    ] {
+        let engine = Engine::load(&setup).await.unwrap();
+        let mut cut = 0;
+        for limit in 1..=6 {
+            let job = Job::greedy(Prompt::Text(prompt.into()), limit).recorded();
+            let got = engine.generate(&job, |_| ()).await.unwrap();
+            let what = format!("{what}, limit {limit}: {:?}", got.text);
+            assert_eq!(got.finish_reason, "length", "{what}");
+            assert_eq!(got.tokens.len(), limit, "{what}");
+            cut += usize::from(got.text.ends_with(char::REPLACEMENT_CHARACTER));
+        }
+        assert!(cut > 1, "{what}: {cut} answers ended inside a character");
+    }
+}
