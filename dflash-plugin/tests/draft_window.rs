@@ -16,6 +16,8 @@ const CPU: Device = Device::Cpu;
 const BLOCK: usize = 8;
 /// Of the sliding layers of the dialects.
 const SLIDING: usize = 12;
+/// Positions of a block of a pool.
+const POOL_BLOCK: usize = 8;
 
 fn config(dialect: &str, window: usize) -> DraftConfig {
     let file = fixtures()
@@ -75,6 +77,32 @@ fn output(model: &DraftModel, kv: &SequenceKv, block: &Tensor) -> Tensor {
         .unwrap()
 }
 
+/// The same with the context in blocks of a pool that lie about in it.
+fn pooled_output(model: &DraftModel, taps: &Tensor, block: &Tensor) -> Tensor {
+    const BLOCKS: usize = 20;
+    let pool = DraftPool::new(model.config(), DType::F32, &CPU, BLOCKS, POOL_BLOCK).unwrap();
+    let rows = taps.dim(0).unwrap();
+    let table: Vec<usize> = (0..rows.div_ceil(POOL_BLOCK))
+        .map(|i| (i * 7 + 3) % BLOCKS)
+        .collect();
+    let positions: Vec<usize> = (0..rows).collect();
+    let slots: Vec<usize> = positions
+        .iter()
+        .map(|p| table[p / POOL_BLOCK] * POOL_BLOCK + p % POOL_BLOCK)
+        .collect();
+    let fused = model.fuse(taps).unwrap();
+    model
+        .context_to_pool(&fused, &positions, &pool, &slots)
+        .unwrap();
+    let contexts = PooledContexts {
+        pool: &pool,
+        tables: vec![table],
+        lens: vec![rows],
+    };
+    let found = model.forward_block_pooled(block, &contexts).unwrap();
+    found.squeeze(0).unwrap()
+}
+
 /// What the reference computes when a context position older than the last `window` is masked, and
 /// what the layer's own kind masks.
 fn expected(dialect: &str, window: usize, taps: &Tensor, block: &Tensor) -> Tensor {
@@ -108,6 +136,29 @@ fn a_window_computes_what_a_mask_over_all_older_positions_does() {
             let found = output(&bounded, &kv, &block);
             let what = format!("{dialect}, window {window}");
             assert_close(&what, &found, &expected(dialect, window, &taps, &block));
+        }
+    }
+}
+
+/// Contexts that end just before, at and behind the length of the layers' own window, and far behind.
+#[test]
+fn sliding_layers_compute_what_a_mask_does_around_their_window() {
+    for dialect in ["mixed_sliding", "all_sliding_not_causal"] {
+        for rows in [
+            SLIDING - 1,
+            SLIDING,
+            SLIDING + 1,
+            SLIDING + BLOCK,
+            4 * SLIDING,
+        ] {
+            let model = model(dialect, 0);
+            let (taps, block) = (taps(&model, rows), block(&model));
+            let want = expected(dialect, rows, &taps, &block);
+            let what = format!("{dialect}, {rows} rows");
+            let kv = context(&model, &taps, &[rows]);
+            assert_close(&what, &output(&model, &kv, &block), &want);
+            let found = pooled_output(&model, &taps, &block);
+            assert_close(&format!("{what}, in a pool"), &found, &want);
         }
     }
 }
@@ -257,33 +308,16 @@ fn a_copy_of_a_prefix_is_exact_or_fills_up_again() {
 /// In a pool the window is rounded up to whole blocks of the cache.
 #[test]
 fn in_a_pool_the_window_begins_with_a_block() {
-    let (rows, size) = (100, 8);
+    let (rows, size) = (100, POOL_BLOCK);
     for dialect in ["v1_top_level", "mixed_sliding"] {
         for window in [1, 30, 32, 95, 100, 500] {
             let bounded = model(dialect, window);
             let (taps, block) = (taps(&bounded, rows), block(&bounded));
-            let config = bounded.config();
-            let pool = DraftPool::new(config, DType::F32, &CPU, 20, size).unwrap();
-            let table: Vec<usize> = (0..13).map(|i| (i * 7 + 3) % 20).collect();
-            let positions: Vec<usize> = (0..rows).collect();
-            let slots: Vec<usize> = positions
-                .iter()
-                .map(|p| table[p / size] * size + p % size)
-                .collect();
-            let fused = bounded.fuse(&taps).unwrap();
-            bounded
-                .context_to_pool(&fused, &positions, &pool, &slots)
-                .unwrap();
-            let contexts = PooledContexts {
-                pool: &pool,
-                tables: vec![table],
-                lens: vec![rows],
-            };
-            let found = bounded.forward_block_pooled(&block, &contexts).unwrap();
+            let found = pooled_output(&bounded, &taps, &block);
             let seen = rows - rows.saturating_sub(window) / size * size;
             let want = expected(dialect, seen, &taps, &block);
             let what = format!("{dialect}, window {window}, {seen} seen");
-            assert_close(&what, &found.squeeze(0).unwrap(), &want);
+            assert_close(&what, &found, &want);
         }
     }
 }
