@@ -85,6 +85,28 @@ pub fn oracle(cases: Arc<Vec<Case>>) -> DraftHook {
     })
 }
 
+/// Drafts of which exactly the first so many are right, by the index of the case.
+pub fn right_up_to(
+    accepted: impl Fn(usize) -> usize + Send + Sync + 'static,
+    cases: Arc<Vec<Case>>,
+) -> DraftHook {
+    Arc::new(move |tokens, drafts| {
+        let known = cases.iter().enumerate().find_map(|(i, case)| {
+            let generated = tokens.strip_prefix(case.prompt.as_slice())?;
+            Some((i, case.want.tokens.strip_prefix(generated)?))
+        });
+        let Some((case, future)) = known else {
+            return;
+        };
+        for (i, (draft, token)) in drafts.iter_mut().zip(future).enumerate() {
+            *draft = match i < accepted(case) {
+                true => *token,
+                false => (*token + 1) % VOCAB as u32,
+            };
+        }
+    })
+}
+
 /// The same tokens as the plain ones, but for near ties.
 pub fn check_text(what: &str, cases: &[Case], got: &[Generation]) {
     for (case, got) in cases.iter().zip(got) {

@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex};
 use dflash_bench::engine::{Engine, Generation, Job, Place, Prompt, Setup};
 use dflash_plugin::stats::Fallback;
 use dflash_plugin::DFlashMethod;
+use dflash_tests::oracle::{self, check_text, plain_text, right_up_to};
 use dflash_tests::tiny::{self, TinyPair};
+use dflash_tests::zoo;
 use dflash_tests::{
     assert_no_draft_kv, compare_greedy, drafter, gguf, golden, target, GreedyFile, GreedyPrompt,
 };
@@ -203,24 +205,34 @@ async fn sequences_with_buffers_of_unequal_capacity_are_batched() {
 /// the same random stream gives the same tokens, penalties included.
 #[tokio::test(flavor = "multi_thread")]
 async fn sampling_gives_the_same_tokens_with_and_without_dflash() {
-    let plain = Engine::load(&Setup::plain(&gguf())).await.unwrap();
-    let dflash = Engine::load(&Setup::dflash(&gguf(), &drafter(), Some(4)))
-        .await
-        .unwrap();
-    for repetition_penalty in [None, Some(1.3)] {
-        let mut job = Job::greedy(Prompt::Chat("Tell me about rivers.".into()), 32);
-        job.temperature = 0.8;
-        job.repetition_penalty = repetition_penalty;
-        let want = plain.generate(&job, |_| ()).await.unwrap();
-        let got = dflash.generate(&job, |_| ()).await.unwrap();
-        assert_eq!(got.text, want.text, "penalty {repetition_penalty:?}");
-        assert_eq!(got.completion_tokens, want.completion_tokens);
+    for paged in [None, Some(4096)] {
+        let placed = |setup: Setup| Setup {
+            place: Place {
+                paged: paged.or(setup.place.paged),
+                ..setup.place
+            },
+            ..setup
+        };
+        let plain = placed(Setup::plain(&gguf()));
+        let plain = Engine::load(&plain).await.unwrap();
+        let dflash = placed(Setup::dflash(&gguf(), &drafter(), Some(4)));
+        let dflash = Engine::load(&dflash).await.unwrap();
+        for repetition_penalty in [None, Some(1.3)] {
+            let mut job = Job::greedy(Prompt::Chat("Tell me about rivers.".into()), 32);
+            job.temperature = 0.8;
+            job.repetition_penalty = repetition_penalty;
+            let want = plain.generate(&job, |_| ()).await.unwrap();
+            let got = dflash.generate(&job, |_| ()).await.unwrap();
+            let what = format!("penalty {repetition_penalty:?}, paged {paged:?}");
+            assert_eq!(got.text, want.text, "{what}");
+            assert_eq!(got.completion_tokens, want.completion_tokens, "{what}");
+        }
+        let stats = dflash.stats();
+        assert!(
+            stats.accepted > 0 && stats.accepted < stats.proposed,
+            "{stats:?}"
+        );
     }
-    let stats = dflash.stats();
-    assert!(
-        stats.accepted > 0 && stats.accepted < stats.proposed,
-        "{stats:?}"
-    );
 }
 
 /// Requests of unequal length: all of them in every pass, from the first token to the last.
@@ -327,4 +339,48 @@ async fn a_sequence_without_room_does_not_stop_its_neighbour_from_drafting() {
     let stats = dflash.stats();
     assert!(stats.fallbacks[&Fallback::NoRoom] <= 13, "{stats:?}");
     assert!(stats.drafts >= 30, "{stats:?}");
+}
+
+/// In one pass one sequence accepts nothing, another its whole block, and the others what is between.
+#[tokio::test(flavor = "multi_thread")]
+async fn accept_lengths_that_differ_in_one_pass_leave_each_its_own_text() {
+    const BLOCK: usize = 8;
+    let folder = tempfile::tempdir().unwrap();
+    let target = zoo::find("llama").write_target(zoo::LAYERS, &folder.path().join("target"));
+    let drafter = zoo::write_drafter(&folder.path().join("drafter"));
+    let cases = plain_text(&target).await;
+    let setup = Setup::dflash(&target.path, &drafter, Some(BLOCK));
+    for paged in [None, Some(8192)] {
+        let rounds = Arc::new(Mutex::new(Vec::new()));
+        let seen = rounds.clone();
+        let method = DFlashMethod::new()
+            .with_drafts(right_up_to(|case| case % BLOCK, cases.clone()))
+            .with_observer(Arc::new(move |round| {
+                seen.lock().unwrap().push((round.batch, round.accepted));
+            }));
+        let setup = Setup {
+            place: Place {
+                paged,
+                ..setup.place.clone()
+            },
+            ..setup.clone()
+        };
+        let engine = Engine::load_with(&setup, method).await.unwrap();
+        let jobs: Vec<Job> = cases.iter().map(|case| case.job(oracle::TOKENS)).collect();
+        let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
+        let got = futures_util::future::try_join_all(running).await.unwrap();
+        check_text(&format!("paged {paged:?}"), &cases, &got);
+        assert!(engine.stats().fallbacks.is_empty(), "{:?}", engine.stats());
+        // A pass reports its sequences one after another.
+        let rounds = rounds.lock().unwrap();
+        let mut rest = &rounds[..];
+        let mut both = 0;
+        while let Some((batch, _)) = rest.first() {
+            let (pass, later) = rest.split_at(*batch);
+            let has = |length: usize| pass.iter().any(|(_, accepted)| *accepted == length);
+            both += usize::from(has(0) && has(BLOCK - 1));
+            rest = later;
+        }
+        assert!(both > 2, "{both} passes with none and with all accepted");
+    }
 }

@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
-use dflash_bench::engine::{Engine, Job, Prompt, Setup};
+use dflash_bench::engine::{Engine, Job, Place, Prompt, Setup};
 use dflash_plugin::fault::FaultPoint;
 use dflash_plugin::stats::{Fallback, StatsSnapshot};
 use dflash_plugin::DFlashMethod;
@@ -73,6 +73,19 @@ async fn a_sequence_whose_prompt_was_not_materialized_decodes_plainly() {
 /// The target ends at 512 positions, the draft model before or after it.
 #[tokio::test(flavor = "multi_thread")]
 async fn near_the_end_of_the_context_the_block_shrinks_and_the_text_stays_the_same() {
+    for paged in [None, Some(1024)] {
+        near_the_end_of_the_context(paged).await;
+    }
+}
+
+async fn near_the_end_of_the_context(paged: Option<usize>) {
+    let placed = |setup: Setup| Setup {
+        place: Place {
+            paged: paged.or(setup.place.paged),
+            ..setup.place
+        },
+        ..setup
+    };
     for drafter_positions in [506, 1024] {
         let pair = TinyPair {
             drafter_positions,
@@ -80,20 +93,19 @@ async fn near_the_end_of_the_context_the_block_shrinks_and_the_text_stays_the_sa
         };
         let folder = tempfile::tempdir().unwrap();
         let (target, drafter) = tiny::write(&pair, folder.path());
-        let plain = Engine::load(&Setup::plain(&target)).await.unwrap();
-        let setup = Setup::dflash(&target, &drafter, Some(16));
+        let plain = placed(Setup::plain(&target));
+        let plain = Engine::load(&plain).await.unwrap();
+        let setup = placed(Setup::dflash(&target, &drafter, Some(16)));
         let dflash = Engine::load(&setup).await.unwrap();
-        for prompt_len in [480, 495, 500] {
+        for prompt_len in [480, 495, 500, 511] {
+            let what = format!("{prompt_len} of 512, drafter {drafter_positions}, paged {paged:?}");
             let prompt = Prompt::Tokens((0..prompt_len).map(|i| 100 + i * 7 % 900).collect());
             // Up to the very last position that plain decoding reaches.
             let job = Job::greedy(prompt, 513 - prompt_len as usize).recorded();
             let want = plain.generate(&job, |_| ()).await.unwrap();
             let got = dflash.generate(&job, |_| ()).await.unwrap();
-            assert_eq!(
-                got.tokens, want.tokens,
-                "{prompt_len} of 512, drafter {drafter_positions}"
-            );
-            assert_eq!(got.finish_reason, want.finish_reason);
+            assert_eq!(got.tokens, want.tokens, "{what}");
+            assert_eq!(got.finish_reason, want.finish_reason, "{what}");
         }
         let stats = dflash.stats();
         let expected = match drafter_positions {
@@ -102,7 +114,12 @@ async fn near_the_end_of_the_context_the_block_shrinks_and_the_text_stays_the_sa
         };
         assert!(
             stats.fallbacks.contains_key(&expected),
-            "{drafter_positions}: {stats:?}"
+            "{drafter_positions}, paged {paged:?}: {stats:?}"
+        );
+        // Nothing was tried that does not fit.
+        assert!(
+            !stats.fallbacks.contains_key(&Fallback::Error),
+            "{drafter_positions}, paged {paged:?}: {stats:?}"
         );
         assert!(stats.drafts > 0, "{drafter_positions}: {stats:?}");
     }
