@@ -113,6 +113,62 @@ async fn after_a_hit_the_text_and_the_accept_length_are_those_of_a_cold_start() 
     }
 }
 
+/// Sequences that share the blocks of a prefix, all at once, with a prefix that ends just before, at and
+/// behind the end of a block: what each verifies past its own end goes into blocks of its own, and leaves
+/// text and accept length of later hits on the shared ones as they were.
+#[tokio::test(flavor = "multi_thread")]
+async fn sequences_that_share_blocks_do_not_write_into_them() {
+    let file: GreedyFile = golden("greedy.json");
+    let first = &file.prompts[1];
+    let mut all = first.input_ids.clone();
+    all.extend(&first.greedy_ids);
+    let short = |ids: &[u32]| Job::greedy(Prompt::Tokens(ids.to_vec()), 24).recorded();
+    let cold = Engine::load(&Setup::plain(&target())).await.unwrap();
+    for end in [2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1] {
+        let shared = all[..end].to_vec();
+        let with_tail = |tail: &[u32]| [&shared[..], tail].concat();
+        let prompts = [
+            shared.clone(),
+            with_tail(&all[end..end + 3]),
+            with_tail(&file.prompts[3].input_ids[..9]),
+            with_tail(&file.prompts[5].input_ids[..9]),
+        ];
+        let mut want = Vec::new();
+        for ids in &prompts {
+            want.push(cold.generate(&short(ids), |_| ()).await.unwrap());
+        }
+        for (what, setup) in [("plain", plain(8192)), ("DFlash", dflash(8192))] {
+            let engine = Engine::load(&setup).await.unwrap();
+            let what = format!("{what}, {end} tokens");
+            let check = |got: &Generation, want: &Generation| {
+                compare_greedy(&what, &want.tokens, &want.gaps, &got.tokens).unwrap();
+            };
+            let mut taus = Vec::new();
+            for turn in 0..3 {
+                let before = engine.stats();
+                let again = engine.generate(&short(&prompts[0]), |_| ()).await.unwrap();
+                check(&again, &want[0]);
+                taus.extend(engine.stats().since(&before).tau());
+                if turn < 2 {
+                    let jobs: Vec<Job> = prompts.iter().map(|ids| short(ids)).collect();
+                    let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
+                    for (got, want) in join_all(running).await.into_iter().zip(&want) {
+                        check(&got.unwrap(), want);
+                    }
+                }
+            }
+            let stats = engine.stats();
+            assert!(stats.fallbacks.is_empty(), "{what}: {stats:?}");
+            if setup.draft.is_some() {
+                assert!(stats.restored >= 8, "{what}: {stats:?}");
+                // The first is a cold start, the others are hits.
+                assert_eq!(taus[1], taus[2], "{what}");
+                assert!((taus[1] / taus[0] - 1.0).abs() < 0.02, "{what}: {taus:?}");
+            }
+        }
+    }
+}
+
 /// What a sequence leaves in the cache is what it has computed: the next one continues it, with a prompt
 /// that ends where the first one's text filled a block.
 #[tokio::test(flavor = "multi_thread")]
