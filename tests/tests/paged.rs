@@ -4,8 +4,13 @@
 //! The host's own faults that these found are told in `docs/host-patches.md`; each case is run without a
 //! draft model, too.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+
 use dflash_bench::engine::{Engine, Generation, Job, Place, Prompt, Setup};
+use dflash_plugin::fault::FaultPoint;
 use dflash_plugin::stats::Fallback;
+use dflash_plugin::DFlashMethod;
 use dflash_tests::{compare_greedy, drafter, golden, target, GreedyFile, GreedyPrompt};
 use futures_util::future::join_all;
 
@@ -166,6 +171,40 @@ async fn sequences_that_share_blocks_do_not_write_into_them() {
                 assert!((taus[1] / taus[0] - 1.0).abs() < 0.02, "{what}: {taus:?}");
             }
         }
+    }
+}
+
+/// A prompt whose draft K/V could not be written, in blocks that held another sequence's before: a hit on
+/// them brings text and no draft context.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hit_on_blocks_without_draft_rows_decodes_plainly() {
+    let file: GreedyFile = golden("greedy.json");
+    let prompt = file.prompts.iter().find(|p| p.input_ids.len() > 2 * BLOCK);
+    let prompt = prompt.expect("a prompt of several blocks");
+    let fails = Arc::new(AtomicBool::new(false));
+    let now = fails.clone();
+    let method = DFlashMethod::new().with_fault(Arc::new(move |at| {
+        at == FaultPoint::Materialize && now.load(Ordering::Relaxed)
+    }));
+    let engine = Engine::load_with(&dflash(512), method).await.unwrap();
+    // Backwards, so that it shares no prefix with the prompt.
+    let others: Vec<u32> = file
+        .prompts
+        .iter()
+        .flat_map(|p| p.input_ids.iter().rev().copied())
+        .collect();
+    // Nearly all blocks there are: the draft K/V takes its share of the memory for 512 tokens.
+    let fill = Job::greedy(Prompt::Tokens(others[..420].to_vec()), 2);
+    engine.generate(&fill, |_| ()).await.unwrap();
+    for turn in ["draft rows missing", "a hit on them"] {
+        let before = engine.stats();
+        fails.store(turn == "draft rows missing", Ordering::Relaxed);
+        let got = engine.generate(&job(&prompt.input_ids), |_| ()).await;
+        assert_golden(turn, &[got.unwrap()], &[prompt]);
+        let stats = engine.stats().since(&before);
+        assert_eq!((stats.drafts, stats.restored), (0, 0), "{turn}: {stats:?}");
+        let reasons: Vec<_> = stats.fallbacks.keys().collect();
+        assert_eq!(reasons, [&Fallback::NoDraftContext], "{turn}: {stats:?}");
     }
 }
 
