@@ -117,6 +117,24 @@ fn contradictions_name_their_keys_and_numbers() {
         with(json!({"is_neox_style": true, "rope_is_neox_style": false})),
         &["is_neox_style", "contradicts"],
     );
+    for parameters in [
+        json!({"rope_type": "linear", "factor": 3, "rope_theta": 10000.0}),
+        json!({"rope_type": "linear", "rope_theta": 10000.0}),
+    ] {
+        let scaling = json!({"rope_type": "linear", "factor": 2});
+        assert_refused(
+            with(json!({"rope_scaling": scaling, "rope_parameters": parameters})),
+            &["rope_scaling", "differs from `rope_parameters`"],
+        );
+    }
+    let parameters = json!({"rope_type": "default", "rope_theta": 5.0});
+    assert_refused(
+        with(json!({"rope_scaling": {"rope_type": "default"}, "rope_parameters": parameters})),
+        &[
+            "rope_theta",
+            "contradicts `rope_parameters.rope_theta` = 5.0",
+        ],
+    );
 }
 
 #[test]

@@ -114,10 +114,15 @@ struct Table<'a>(Entry<'a>);
 impl<'a> Table<'a> {
     fn find(keys: &Keys<'a>) -> Result<Option<Self>> {
         let entry = match (keys.top("rope_scaling"), keys.top("rope_parameters")) {
-            (Some(a), Some(b)) if a.value != b.value => {
+            // SpecForge writes both, the older one without the base.
+            (Some(a), Some(b)) if !differ_only_in_base(a.value, b.value) => {
                 return Err(a.error("differs from `rope_parameters`; keep one"))
             }
-            (Some(entry), _) | (None, Some(entry)) => entry,
+            (Some(a), Some(b)) => match b.value.get("rope_theta") {
+                Some(_) => b,
+                None => a,
+            },
+            (Some(entry), None) | (None, Some(entry)) => entry,
             (None, None) => return Ok(None),
         };
         let Some(map) = entry.value.as_object() else {
@@ -261,6 +266,21 @@ impl<'a> Table<'a> {
             attention_factor,
         })
     }
+}
+
+/// Whether two RoPE tables say the same, but that one of them may lack `rope_theta`.
+fn differ_only_in_base(a: &Value, b: &Value) -> bool {
+    const BASE: &str = "rope_theta";
+    let (Some(a), Some(b)) = (a.as_object(), b.as_object()) else {
+        return a == b;
+    };
+    let scaling = |table: &serde_json::Map<String, Value>| {
+        let mut table = table.clone();
+        table.remove(BASE);
+        table
+    };
+    let bases = (a.get(BASE), b.get(BASE));
+    scaling(a) == scaling(b) && (bases.0.is_none() || bases.1.is_none() || bases.0 == bases.1)
 }
 
 /// YaRN's amplitude correction for a context stretched `factor` times.
