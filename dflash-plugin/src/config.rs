@@ -147,7 +147,7 @@ impl DraftConfig {
             max_position_embeddings,
             rope: RopeConfig::parse(&keys, max_position_embeddings)?,
             attention_bias: keys.optional_bool("attention_bias")?.unwrap_or(false),
-            layers: attention::parse_layers(&keys, num_hidden_layers)?,
+            layers: attention::parse_layers(&keys, num_hidden_layers, is_speculators)?,
             listed_layer_ids: listed_layer_ids(&keys, num_target_layers)?,
             num_target_layers,
             mask_token_id: mask_token_id(&keys)?,

@@ -21,6 +21,7 @@ fn absent_keys_take_their_defaults() {
     let full = LayerAttention {
         causal: false,
         window: None,
+        from_anchor: false,
         context: None,
     };
     assert_eq!(config.layers, [full, full]);

@@ -72,9 +72,10 @@ fn sliding_layers_of_a_speculators_config_may_be_bidirectional() {
         layers["use_sliding_window"] = json!(true);
         parse(&json).layers
     };
-    let layer = |causal, window| LayerAttention {
+    let layer = |causal, window: Option<usize>| LayerAttention {
         causal,
         window,
+        from_anchor: window.is_some(),
         context: None,
     };
     assert_eq!(pattern(false), [layer(true, Some(12)), layer(false, None)]);

@@ -9,17 +9,38 @@ use crate::error::{DFlashError, Result};
 pub struct LayerAttention {
     /// Whether a block row sees only itself and the rows before it.
     pub causal: bool,
-    /// A row sees only positions less than `window` away from its own (itself counts as one).
+    /// A row sees only positions less than `window` away from its own (itself counts as one), or, with
+    /// `from_anchor`, the `window` positions before the block.
     pub window: Option<usize>,
+    /// Whether the window is counted back from the anchor for all rows of a block alike, and leaves the
+    /// block alone (speculators).
+    pub from_anchor: bool,
     /// All rows of a block see at most this many of the most recent context positions: a setting of
     /// the user, which no checkpoint has.
     pub context: Option<usize>,
 }
 
 impl LayerAttention {
+    /// Whether the window lets a row at position `query` see the position `key`, when the context has
+    /// `context` positions and the block begins behind them.
+    pub fn is_in_window(&self, query: usize, key: usize, context: usize) -> bool {
+        self.window.is_none_or(|window| match self.from_anchor {
+            true => key.saturating_add(window) >= context,
+            false => query.abs_diff(key) < window,
+        })
+    }
+
+    /// The window as a distance from each row, itself counted, which is all that attention over a pool
+    /// knows. With `from_anchor` it is the anchor's, so the row `i` behind it sees `i` positions less.
+    pub fn window_of_rows(&self) -> Option<usize> {
+        let itself = usize::from(self.from_anchor);
+        self.window.map(|window| window.saturating_add(itself))
+    }
+
     /// The most context positions that a row sees; `None` if it sees all.
     pub fn context_rows(&self) -> Option<usize> {
-        let in_window = self.window.map(|window| window.saturating_sub(1));
+        let itself = usize::from(!self.from_anchor);
+        let in_window = self.window.map(|window| window.saturating_sub(itself));
         match (in_window, self.context) {
             (Some(window), Some(context)) => Some(window.min(context)),
             (window, context) => window.or(context),
@@ -31,8 +52,12 @@ impl LayerAttention {
 ///
 /// Without `layer_types` all layers are full. Full layers are bidirectional in the block, sliding ones
 /// causal, unless `is_causal` or (after it) `dflash_config.causal` sets one rule for all layers (vLLM's
-/// order).
-pub(super) fn parse_layers(keys: &Keys, num_layers: usize) -> Result<Vec<LayerAttention>> {
+/// order). `from_anchor` says how windows are counted, for which there is no key.
+pub(super) fn parse_layers(
+    keys: &Keys,
+    num_layers: usize,
+    from_anchor: bool,
+) -> Result<Vec<LayerAttention>> {
     let sliding = sliding_layers(keys, num_layers)?;
     let window = if sliding.contains(&true) {
         Some(window(keys)?)
@@ -48,6 +73,7 @@ pub(super) fn parse_layers(keys: &Keys, num_layers: usize) -> Result<Vec<LayerAt
         .map(|is_sliding| LayerAttention {
             causal: causal_override.unwrap_or(is_sliding),
             window: window.filter(|_| is_sliding),
+            from_anchor: from_anchor && is_sliding,
             context: None,
         })
         .collect())

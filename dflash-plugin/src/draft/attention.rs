@@ -40,10 +40,7 @@ impl BlockMask {
         let keys = context - start + block;
         let sees = |row: usize, key: usize| {
             let (query, key) = (context + row, start + key);
-            let in_window = pattern
-                .window
-                .is_none_or(|window| query.abs_diff(key) < window);
-            in_window && (!pattern.causal || key <= query)
+            pattern.is_in_window(query, key, context) && (!pattern.causal || key <= query)
         };
         let all_seen = (0..block).all(|row| (0..keys).all(|key| sees(row, key)));
         let bias = if all_seen {
@@ -135,6 +132,7 @@ mod tests {
         let pattern = LayerAttention {
             causal,
             window,
+            from_anchor: false,
             context: bound,
         };
         let mask = BlockMask::new(pattern, 0, context, block, 2, &Device::Cpu).unwrap();
@@ -163,6 +161,7 @@ mod tests {
         let pattern = LayerAttention {
             causal: false,
             window: None,
+            from_anchor: false,
             context: None,
         };
         let mask = BlockMask::new(pattern, 0, 5, 3, 2, &Device::Cpu).unwrap();
@@ -200,6 +199,7 @@ mod tests {
         let pattern = LayerAttention {
             causal: false,
             window: Some(8),
+            from_anchor: false,
             context: None,
         };
         let mask = BlockMask::new(pattern, 0, 5, 3, 1, &Device::Cpu).unwrap();
@@ -238,10 +238,36 @@ mod tests {
     }
 
     #[test]
+    fn a_window_from_the_anchor_is_the_same_for_all_rows_and_leaves_the_block_alone() {
+        let seen = |causal| {
+            let pattern = LayerAttention {
+                causal,
+                window: Some(2),
+                from_anchor: true,
+                context: None,
+            };
+            let mask = BlockMask::new(pattern, 0, 5, 3, 1, &Device::Cpu).unwrap();
+            assert_eq!((mask.start, mask.context), (3, 2));
+            mask.bias.map(|bias| bias.to_vec2::<f32>().unwrap())
+        };
+        assert_eq!(seen(false), None);
+        let hidden = f32::NEG_INFINITY;
+        assert_eq!(
+            seen(true).unwrap(),
+            [
+                [0.0, 0.0, 0.0, hidden, hidden],
+                [0.0, 0.0, 0.0, 0.0, hidden],
+                [0.0; 5]
+            ]
+        );
+    }
+
+    #[test]
     fn rows_that_were_dropped_are_not_seen() {
         let pattern = LayerAttention {
             causal: false,
             window: None,
+            from_anchor: false,
             context: Some(4),
         };
         let of = |kept| {

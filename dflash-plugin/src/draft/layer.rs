@@ -243,7 +243,7 @@ impl Layer {
         let options = AttentionOptions {
             scale: 1.0, // In `qk_norm`.
             causal: pattern.causal,
-            window: pattern.window,
+            window: pattern.window_of_rows(),
             softcap: None,
             sinks: None,
         };
