@@ -1,0 +1,170 @@
+//! Settings that no trainer's class has, but engines do, against the model in plain loops: see
+//! `docs/checkpoint-formats.md`.
+
+mod common;
+mod reference;
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Tensor, D};
+use candle_nn::VarBuilder;
+use common::{assert_close, fixtures, load, materialize};
+use dflash_plugin::config::DraftConfig;
+use dflash_plugin::draft::DraftModel;
+use dflash_plugin::kv::SequenceKv;
+use dflash_plugin::worker::{DFlashWorker, DraftJob, TargetHead};
+use reference::{rows_of, Reference, Sees};
+use serde_json::{json, Value};
+
+const CPU: Device = Device::Cpu;
+const DIALECT: &str = "v1_top_level";
+const CONTEXT: usize = 23;
+const BLOCK: usize = 8;
+
+fn folder() -> std::path::PathBuf {
+    fixtures().join("dialects").join(DIALECT)
+}
+
+fn config(edit: impl FnOnce(&mut Value)) -> DraftConfig {
+    let text = std::fs::read_to_string(folder().join("config.json")).unwrap();
+    let mut json = serde_json::from_str(&text).unwrap();
+    edit(&mut json);
+    DraftConfig::from_json(&json.to_string()).unwrap()
+}
+
+fn weights() -> HashMap<String, Tensor> {
+    load(&folder().join("model.safetensors"))
+}
+
+fn random(shape: &[usize]) -> Tensor {
+    Tensor::randn(0f32, 1.0, shape, &CPU).unwrap()
+}
+
+fn model(config: &DraftConfig, weights: &HashMap<String, Tensor>) -> DraftModel {
+    let vb = VarBuilder::from_tensors(weights.clone(), DType::F32, &CPU);
+    DraftModel::new(config, config.num_taps(), vb).unwrap()
+}
+
+fn context(model: &DraftModel, taps: &Tensor) -> SequenceKv {
+    let mut kv = model.new_kv().unwrap();
+    materialize(model, &mut kv, taps);
+    kv
+}
+
+/// What the crate and the reference compute for random taps and a random block.
+fn both(
+    config: &DraftConfig,
+    weights: &HashMap<String, Tensor>,
+    scale: f64,
+    sees: Sees,
+) -> (Tensor, Tensor) {
+    let model = model(config, weights);
+    let taps = random(&[CONTEXT, model.taps_width()]);
+    let block = random(&[BLOCK, model.hidden_size()]);
+    let kv = context(&model, &taps);
+    let found = model.forward_block(&block.unsqueeze(0).unwrap(), &[&kv]);
+    let reference = Reference::new(config.clone(), weights, 10_000.0);
+    let scaled = (block * scale).unwrap();
+    let rows = reference.forward(&rows_of(&taps), &rows_of(&scaled), sees);
+    let expected = Tensor::from_vec(rows.concat(), (BLOCK, model.hidden_size()), &CPU);
+    (found.unwrap().squeeze(0).unwrap(), expected.unwrap())
+}
+
+#[test]
+fn taps_of_another_width_than_the_draft_model() {
+    let config = config(|json| json["target_hidden_size"] = 48.into());
+    let mut weights = weights();
+    let columns = config.taps_width();
+    assert_eq!(columns, 48 * config.num_taps());
+    weights.insert("fc.weight".into(), random(&[config.hidden_size, columns]));
+    let (found, expected) = both(&config, &weights, 1.0, &|_, _, _| true);
+    assert_close("target_hidden_size", &found, &expected);
+}
+
+#[test]
+fn full_layers_that_are_declared_causal() {
+    let edits: [fn(&mut Value); 2] = [
+        |json| json["is_causal"] = true.into(),
+        |json| json["dflash_config"] = json!({"causal": true}),
+    ];
+    for edit in edits {
+        let config = config(edit);
+        let (found, expected) = both(&config, &weights(), 1.0, &|_, query, key| key <= query);
+        assert_close("causal", &found, &expected);
+    }
+}
+
+#[test]
+fn sliding_layers_that_are_declared_not_causal_reach_as_far_ahead_as_back() {
+    for window in [3, 12] {
+        let config = config(|json| {
+            json["dflash_config"] = json!({"causal": false});
+            json["sliding_window"] = window.into();
+            let layers = json["num_hidden_layers"].as_u64().unwrap() as usize;
+            json["layer_types"] = vec!["sliding_attention"; layers].into();
+        });
+        let sees = |_, query: usize, key: usize| query.abs_diff(key) < window;
+        let (found, expected) = both(&config, &weights(), 1.0, &sees);
+        assert_close("not causal", &found, &expected);
+    }
+}
+
+#[test]
+fn an_embedding_scale() {
+    let config = config(|json| json["input_embedding_scale"] = 0.125.into());
+    let (found, expected) = both(&config, &weights(), 0.125, &|_, _, _| true);
+    assert_close("input_embedding_scale", &found, &expected);
+}
+
+/// A head whose logits are scaled and capped as engines do it.
+struct Capped {
+    embedding: Tensor,
+    multiplier: f64,
+    cap: f64,
+}
+
+impl TargetHead for Capped {
+    fn embed(&self, ids: &Tensor) -> candle_core::Result<Tensor> {
+        self.embedding.index_select(ids, 0)
+    }
+
+    fn logits(&self, hidden: &Tensor) -> candle_core::Result<Tensor> {
+        hidden.matmul(&self.embedding.t()?)
+    }
+}
+
+impl Capped {
+    fn choices(&self, hidden: &Tensor) -> Vec<u32> {
+        let logits = (self.logits(hidden).unwrap() * self.multiplier).unwrap();
+        let capped = ((logits / self.cap).unwrap().tanh().unwrap() * self.cap).unwrap();
+        capped.argmax(D::Minus1).unwrap().to_vec1().unwrap()
+    }
+}
+
+#[test]
+fn a_multiplier_and_a_soft_cap_on_the_logits_change_no_draft() {
+    let config = config(|json| {
+        json["output_multiplier"] = 0.05.into();
+        json["final_logit_softcapping"] = 30.0.into();
+    });
+    let head = Capped {
+        embedding: random(&[config.vocab_size, config.hidden_size]),
+        multiplier: config.output_multiplier.unwrap(),
+        cap: config.final_logit_softcapping.unwrap(),
+    };
+    let model = model(&config, &weights());
+    let kv = context(&model, &random(&[CONTEXT, model.taps_width()]));
+    let mut block = vec![3u32; BLOCK];
+    block[0] = 11;
+    let ids = Tensor::new(block, &CPU).unwrap();
+    let embeds = head.embed(&ids).unwrap().unsqueeze(0).unwrap();
+    let hidden = model.forward_block(&embeds, &[&kv]).unwrap();
+    let expected = head.choices(&hidden.squeeze(0).unwrap())[1..].to_vec();
+    let worker = DFlashWorker::new(model, 3, BLOCK).unwrap();
+    let jobs = [DraftJob {
+        anchor: 11,
+        kv: &kv,
+    }];
+    let drafts = worker.draft(&head, &jobs, BLOCK).unwrap();
+    assert_eq!(drafts.to_vec2::<u32>().unwrap(), [expected]);
+}
