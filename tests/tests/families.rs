@@ -1,19 +1,22 @@
 //! Every family of targets in the plugin's table, as a tiny random model with the real architecture:
 //! greedy text with speculation is the text without it, with a random draft model and with an oracle
 //! whose drafts are right up to a chosen offset, so that every accept length occurs; and the tapped
-//! layer outputs are those of the layers that they are named after.
+//! layer outputs are those of the layers that they are named after. The same, shorter, on the host's
+//! paged KV cache.
 
 use std::sync::{Arc, Mutex};
 
 use candle_core::{Tensor, D};
-use dflash_bench::engine::{Engine, Job, Setup};
+use dflash_bench::engine::{Engine, Job, Place, Prompt, Setup};
 use dflash_plugin::fault::FaultPoint;
 use dflash_plugin::host::targets;
 use dflash_plugin::stats::{Fallback, StatsSnapshot};
 use dflash_plugin::trace::Round;
 use dflash_plugin::DFlashMethod;
 use dflash_tests::compare_greedy;
-use dflash_tests::oracle::{check_text, difference, oracle, plain_text, prompt, run, Case, TOKENS};
+use dflash_tests::oracle::{
+    check_text, difference, first_texts_of, oracle, plain_text, prompt, run, Case, TOKENS,
+};
 use dflash_tests::zoo::{self, Export, Family, HIDDEN, LAYERS, TAPS, WINDOW};
 use futures_util::future::join_all;
 
@@ -27,6 +30,14 @@ macro_rules! families {
                 conforms($title).await;
             }
         )*
+        mod paged {
+            $(
+                #[tokio::test(flavor = "multi_thread")]
+                async fn $test() {
+                    super::conforms_paged($title).await;
+                }
+            )*
+        }
         const TITLES: &[&str] = &[$($title),*];
     };
 }
@@ -66,6 +77,7 @@ families! {
     llama_gguf: "llama (GGUF)",
     qwen2_gguf: "qwen2 (GGUF)",
     qwen3_gguf: "qwen3 (GGUF)",
+    qwen3_moe_gguf: "qwen3_moe (GGUF)",
     phi3_gguf: "phi3 (GGUF)",
     phi2_gguf: "phi2 (GGUF)",
     starcoder2_gguf: "starcoder2 (GGUF)",
@@ -142,19 +154,85 @@ async fn conforms(title: &str) {
         assert!(stats.accepts.iter().all(|n| *n > 0), "{what}: {stats:?}");
         println!("{what}: steps by accept length {:?}", stats.accepts);
     }
-    taps_are_layer_outputs(&family, &target, &drafter, &cases).await;
+    let setup = Setup::dflash(&target.path, &drafter, Some(8));
+    let prompt_taps = verify_passes_tap_what_one_pass_does(title, &setup, &cases).await;
+    taps_are_layer_outputs(&family, &target, &prompt_taps).await;
 }
 
-/// Two independent ways. A model that ends after the tapped layer must have the logits that final
-/// norm and head give for the tap. And a verify pass must tap what one pass over the whole text does.
-async fn taps_are_layer_outputs(
-    family: &Family,
-    target: &zoo::Target,
-    drafter: &std::path::Path,
+/// Of the paged cache. The host rounds its megabytes down, which can leave half of them.
+const PAGED_TOKENS: usize = 2048;
+
+fn paged(setup: Setup) -> Setup {
+    Setup {
+        place: Place {
+            paged: Some(PAGED_TOKENS),
+            ..setup.place
+        },
+        ..setup
+    }
+}
+
+/// One block size and fewer prompts, which the oracle answers in one batch.
+async fn conforms_paged(title: &str) {
+    const PROMPTS: usize = 8;
+    let family = zoo::find(title);
+    let folder = tempfile::tempdir().unwrap();
+    let target = family.write_target(LAYERS, &folder.path().join("target"));
+    let drafter = zoo::write_drafter(&folder.path().join("drafter"));
+
+    let plain = paged(Setup::plain(&target.path));
+    let plain = Engine::load(&plain).await.unwrap();
+    let cases = first_texts_of(&plain, PROMPTS).await;
+    let too_long = Job::greedy(Prompt::Tokens(vec![1; PAGED_TOKENS + 1]), 1);
+    let refused = plain.generate(&too_long, |_| ()).await.err();
+    let is_paged = refused.is_some_and(|error| error.to_string().contains("--pa-context-len"));
+    let known = targets::find(family.host_name).unwrap();
+    assert_eq!(is_paged, known.is_pageable, "{title}");
+
+    // Quantized products round activations to 8 bits, so that the last bit of an attention can count.
+    if !title.contains("(GGUF)") {
+        let mut normal = Setup::plain(&target.path);
+        normal.place.paged = None;
+        let normal = Engine::load(&normal).await.unwrap();
+        let want = first_texts_of(&normal, PROMPTS).await;
+        let got: Vec<_> = cases.iter().map(|case| case.want.clone()).collect();
+        check_text(&format!("{title}, paged, plain"), &want, &got);
+    }
+
+    let setup = paged(Setup::dflash(&target.path, &drafter, Some(8)));
+    let method = DFlashMethod::new().with_drafts(oracle(cases.clone()));
+    let engine = Engine::load_with(&setup, method).await.unwrap();
+    let jobs: Vec<Job> = cases.iter().map(|case| case.job(TOKENS)).collect();
+    let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
+    let got: Vec<_> = join_all(running)
+        .await
+        .into_iter()
+        .map(Result::unwrap)
+        .collect();
+    let what = format!("{title}, paged, oracle");
+    check_text(&what, &cases, &got);
+    let stats = engine.stats();
+    check_steps(&what, &family, &stats);
+    assert!(stats.accepts.iter().all(|n| *n > 0), "{what}: {stats:?}");
+    println!("{what}: steps by accept length {:?}", stats.accepts);
+    verify_passes_tap_what_one_pass_does(&what, &setup, &cases).await;
+}
+
+/// Of 24 tokens: with an answer of as many longer than a window and shorter than LongRoPE's first
+/// stretch.
+fn tapped_prompt() -> Vec<u32> {
+    prompt(3)
+}
+
+/// Largest difference of taps that should be the same, relative to the largest value.
+const MOST: f32 = 1e-3;
+
+/// Returns what the pass over a prompt tapped, `[tokens, taps * hidden]`.
+async fn verify_passes_tap_what_one_pass_does(
+    title: &str,
+    setup: &Setup,
     cases: &Arc<Vec<Case>>,
-) {
-    const MOST: f32 = 1e-3;
-    let title = family.title();
+) -> Tensor {
     let taps: Arc<Mutex<Vec<Tensor>>> = Arc::default();
     let rounds: Arc<Mutex<Vec<Round>>> = Arc::default();
     let (taps_seen, rounds_seen) = (taps.clone(), rounds.clone());
@@ -166,36 +244,18 @@ async fn taps_are_layer_outputs(
         .with_observer(Arc::new(move |round| {
             rounds_seen.lock().unwrap().push(round.clone());
         }));
-    let setup = Setup::dflash(&target.path, drafter, Some(8));
-    let engine = Engine::load_with(&setup, method).await.unwrap();
+    let engine = Engine::load_with(setup, method).await.unwrap();
     // The host tries the model out when it starts.
     taps.lock().unwrap().clear();
     rounds.lock().unwrap().clear();
-    // With its answer longer than a window and shorter than LongRoPE's first stretch.
-    let case = cases.iter().find(|case| case.prompt.len() == 24).unwrap();
-    let verified = run(&engine, case.prompt.clone(), 24).await;
+    let prompt = tapped_prompt();
+    let verified = run(&engine, prompt.clone(), 24).await;
     let taps_of_run = std::mem::take(&mut *taps.lock().unwrap());
     let rounds = std::mem::take(&mut *rounds.lock().unwrap());
 
     let prompt_taps = taps_of_run[0].squeeze(0).unwrap();
-    let last = prompt_taps.dim(0).unwrap() - 1;
-    assert_eq!(last + 1, case.prompt.len());
-    let tap = |i: usize| {
-        let row = prompt_taps.get(last).unwrap();
-        row.narrow(0, i * HIDDEN, HIDDEN).unwrap()
-    };
-    for (i, layer) in TAPS.into_iter().enumerate() {
-        let folder = tempfile::tempdir().unwrap();
-        let cut = family.write_target(layer + 1, folder.path());
-        let engine = Engine::load(&Setup::plain(&cut.path)).await.unwrap();
-        let want = run(&engine, case.prompt.clone(), 1).await.first_logits;
-        let differ = difference(&want, &target.logits(&tap(i)).unwrap());
-        assert!(differ < MOST, "{title}: tap of layer {layer}: {differ}");
-        let differ = difference(&want, &target.logits(&tap(1 - i)).unwrap());
-        assert!(differ > 0.05, "{title}: all taps are alike: {differ}");
-    }
-
-    let text: Vec<u32> = [&case.prompt[..], &verified.tokens[..]].concat();
+    assert_eq!(prompt_taps.dim(0).unwrap(), prompt.len());
+    let text: Vec<u32> = [&prompt[..], &verified.tokens[..]].concat();
     run(&engine, text, 1).await;
     let whole = taps.lock().unwrap()[0].squeeze(0).unwrap();
     assert!(rounds.iter().any(|round| round.accepted > 3), "{title}");
@@ -213,6 +273,28 @@ async fn taps_are_layer_outputs(
     }
     let width = whole.dim(D::Minus1).unwrap();
     assert_eq!(width, TAPS.len() * HIDDEN);
+    prompt_taps
+}
+
+/// A model that ends after the tapped layer must have the logits that final norm and head give for
+/// the tap.
+async fn taps_are_layer_outputs(family: &Family, target: &zoo::Target, prompt_taps: &Tensor) {
+    let title = family.title();
+    let last = prompt_taps.dim(0).unwrap() - 1;
+    let tap = |i: usize| {
+        let row = prompt_taps.get(last).unwrap();
+        row.narrow(0, i * HIDDEN, HIDDEN).unwrap()
+    };
+    for (i, layer) in TAPS.into_iter().enumerate() {
+        let folder = tempfile::tempdir().unwrap();
+        let cut = family.write_target(layer + 1, folder.path());
+        let engine = Engine::load(&Setup::plain(&cut.path)).await.unwrap();
+        let want = run(&engine, tapped_prompt(), 1).await.first_logits;
+        let differ = difference(&want, &target.logits(&tap(i)).unwrap());
+        assert!(differ < MOST, "{title}: tap of layer {layer}: {differ}");
+        let differ = difference(&want, &target.logits(&tap(1 - i)).unwrap());
+        assert!(differ > 0.05, "{title}: all taps are alike: {differ}");
+    }
 }
 
 /// Draft models of other trainers, in service: as many drafts a step as their blocks give.
@@ -265,9 +347,18 @@ async fn a_wrong_accept_rule_shows() {
     assert_ne!(got.tokens, cases[0].want.tokens);
 }
 
-/// A second turn continues from the first one's KV, which is longer than the window.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_prefix_hit_past_the_window_gives_the_same_text() {
+    a_second_turn_gives_the_same_text(|setup| setup).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_paged_prefix_hit_past_the_window_gives_the_same_text() {
+    a_second_turn_gives_the_same_text(paged).await;
+}
+
+/// It continues from the first one's KV, which is longer than the window.
+async fn a_second_turn_gives_the_same_text(at: fn(Setup) -> Setup) {
     for title in [
         "mistral, sliding window",
         "gemma2, sliding window in every second layer",
@@ -280,8 +371,8 @@ async fn a_prefix_hit_past_the_window_gives_the_same_text() {
         let folder = tempfile::tempdir().unwrap();
         let target = family.write_target(LAYERS, &folder.path().join("target"));
         let drafter = zoo::write_drafter(&folder.path().join("drafter"));
-        let plain = Setup::plain(&target.path);
-        let dflash = Setup::dflash(&target.path, &drafter, Some(8));
+        let plain = at(Setup::plain(&target.path));
+        let dflash = at(Setup::dflash(&target.path, &drafter, Some(8)));
         let without_cache = Engine::load(&plain).await.unwrap();
         let first = prompt(8);
         let answer = run(&without_cache, first.clone(), TOKENS).await;

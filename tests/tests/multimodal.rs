@@ -125,7 +125,7 @@ async fn conforms(title: &str, paged: Option<usize>) -> StatsSnapshot {
     let target = write_target(&family, &folder.path().join("target"));
     let drafter = zoo::write_drafter(&folder.path().join("drafter"));
     let jobs = jobs(&family);
-    // Under paged attention a window is rounded to whole blocks, so both must have it.
+    // On a GPU paged attention rounds a window to whole blocks, so both must have it.
     let place = |mut setup: Setup| {
         setup.place.paged = paged.or(setup.place.paged);
         setup

@@ -101,8 +101,8 @@ fn attend(
     params: &SdpaParams,
 ) -> Result<Option<Tensor>> {
     // In f32 and on the CPU the host's kernel: a row then comes out bit by bit as in plain
-    // decoding. It also rounds a window to whole blocks, which must be the same in both, and has head
-    // dims that ours lacks.
+    // decoding. On a GPU it also rounds a window to whole blocks, which must be the same in both, and
+    // has head dims that ours lacks.
     let is_covered = query.device().is_cuda()
         && covers(query.dim(2)?, context.values.dim(3)?)
         && matches!(query.dtype(), DType::BF16 | DType::F16)

@@ -103,7 +103,8 @@ pub fn verify_metadata(
             if meta.sliding_window.is_some() {
                 full.push(table, len);
             }
-            // As the host's own decode step: whole blocks, from the one where the window starts.
+            // As the host's own decode step: whole blocks, from the one where the window starts. (On
+            // the CPU it leaves out what is before the window in that block.)
             let first = meta
                 .sliding_window
                 .map_or(0, |window| len.saturating_sub(window) / meta.block_size);

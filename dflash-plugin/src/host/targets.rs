@@ -30,6 +30,8 @@ pub struct TargetFamily {
     /// `architectures` in `config.json`, or `general.architecture` in a GGUF file.
     pub architecture: &'static str,
     pub cache: Cache,
+    /// Whether the host can keep its KV in the paged cache; if not, it is in the normal one always.
+    pub is_pageable: bool,
     /// What is special about it.
     pub note: &'static str,
     /// Why it is not tested, if it is not.
@@ -58,8 +60,16 @@ const fn family(
         format,
         architecture,
         cache,
+        is_pageable: true,
         note,
         untested: None,
+    }
+}
+
+const fn on_normal_cache(family: TargetFamily) -> TargetFamily {
+    TargetFamily {
+        is_pageable: false,
+        ..family
     }
 }
 
@@ -142,20 +152,20 @@ pub const TARGETS: &[TargetFamily] = &[
         Window,
         IMAGES,
     ),
-    family(
+    on_normal_cache(family(
         "qwen2vl",
         Safetensors,
         "Qwen2VLForConditionalGeneration",
         Whole,
         M_ROPE,
-    ),
-    family(
+    )),
+    on_normal_cache(family(
         "qwen2_5vl",
         Safetensors,
         "Qwen2_5_VLForConditionalGeneration",
         Whole,
         M_ROPE,
-    ),
+    )),
     family(
         "qwen3vl",
         Safetensors,
@@ -173,10 +183,7 @@ pub const TARGETS: &[TargetFamily] = &[
     family("llama", Gguf, "llama", Whole, "`mistral3` too"),
     family("qwen2", Gguf, "qwen2", Whole, ""),
     family("qwen3", Gguf, "qwen3", Whole, ""),
-    TargetFamily {
-        untested: Some("the host runs it on CUDA only"),
-        ..family("qwen3_moe", Gguf, "qwen3moe", Whole, "")
-    },
+    family("qwen3_moe", Gguf, "qwen3moe", Whole, ""),
     family("phi2", Gguf, "phi2", Whole, ""),
     family("phi3", Gguf, "phi3", Window, ""),
     family("starcoder2", Gguf, "starcoder2", Whole, ""),
@@ -236,8 +243,8 @@ pub fn list() -> String {
 /// The tables of `docs/models.md`.
 pub fn markdown() -> String {
     let mut text = String::from(
-        "| family | format | architecture | KV cache | tested | notes |\n\
-         | --- | --- | --- | --- | --- | --- |\n",
+        "| family | format | architecture | KV cache | tested | paged | notes |\n\
+         | --- | --- | --- | --- | --- | --- | --- |\n",
     );
     for target in TARGETS {
         let TargetFamily {
@@ -259,10 +266,15 @@ pub fn markdown() -> String {
             None => "yes".into(),
             Some(why) => format!("no: {why}"),
         };
+        let paged = match (target.is_pageable, target.untested) {
+            (true, None) => "yes",
+            (true, Some(_)) => "no",
+            (false, _) => "the host cannot",
+        };
         // Writing to a string does not fail.
         let _ = writeln!(
             text,
-            "| {name} | {format} | `{architecture}` | {cache} | {tested} | {note} |"
+            "| {name} | {format} | `{architecture}` | {cache} | {tested} | {paged} | {note} |"
         );
     }
     text.push_str("\nRefused at load:\n\n| targets | reason |\n| --- | --- |\n");

@@ -12,6 +12,8 @@ use crate::weights::Weights;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 16;
+const EXPERTS: usize = 4;
+const EXPERT_INTER: usize = 64;
 
 /// The host's phi2 has as many of them as heads.
 fn kv_heads(architecture: &str) -> usize {
@@ -54,6 +56,15 @@ pub fn save(weights: &Weights, architecture: &str, layers: usize, folder: &Path)
     ] {
         metadata.push((own(key), number(value)));
     }
+    if architecture == "qwen3moe" {
+        for (key, value) in [
+            ("expert_count", EXPERTS),
+            ("expert_used_count", 2),
+            ("expert_feed_forward_length", EXPERT_INTER),
+        ] {
+            metadata.push((own(key), number(value)));
+        }
+    }
     for key in ["layer_norm_rms_epsilon", "layer_norm_epsilon"] {
         metadata.push((own(&format!("attention.{key}")), Value::F32(1e-6)));
     }
@@ -61,7 +72,8 @@ pub fn save(weights: &Weights, architecture: &str, layers: usize, folder: &Path)
         .tensors
         .iter()
         .map(|(name, tensor)| {
-            let is_matrix = name.starts_with("blk.") && tensor.rank() > 1;
+            let is_router = name.ends_with("ffn_gate_inp.weight");
+            let is_matrix = name.starts_with("blk.") && tensor.rank() > 1 && !is_router;
             let kind = match is_matrix {
                 true => GgmlDType::Q8_0,
                 false => GgmlDType::F32,
@@ -95,6 +107,13 @@ fn ends(w: &mut Weights) {
 
 /// Attention and gated MLP as llama, qwen2 and qwen3 have them.
 fn gated_layer(w: &mut Weights, name: &dyn Fn(&str) -> String, has_bias: bool) {
+    attention(w, name, has_bias);
+    w.matrix(&name("ffn_gate"), INTER, HIDDEN);
+    w.matrix(&name("ffn_up"), INTER, HIDDEN);
+    w.matrix(&name("ffn_down"), HIDDEN, INTER);
+}
+
+fn attention(w: &mut Weights, name: &dyn Fn(&str) -> String, has_bias: bool) {
     w.norm(&name("attn_norm"), HIDDEN);
     w.norm(&name("ffn_norm"), HIDDEN);
     for (part, rows) in [
@@ -108,9 +127,6 @@ fn gated_layer(w: &mut Weights, name: &dyn Fn(&str) -> String, has_bias: bool) {
         }
     }
     w.matrix(&name("attn_output"), HIDDEN, HEADS * HEAD_DIM);
-    w.matrix(&name("ffn_gate"), INTER, HIDDEN);
-    w.matrix(&name("ffn_up"), INTER, HIDDEN);
-    w.matrix(&name("ffn_down"), HIDDEN, INTER);
 }
 
 fn family(
@@ -149,6 +165,23 @@ pub fn families() -> Vec<Family> {
                 gated_layer(w, name, false);
                 w.norm(&name("attn_q_norm"), HEAD_DIM);
                 w.norm(&name("attn_k_norm"), HEAD_DIM);
+            });
+        }),
+        family("qwen3_moe (GGUF)", "qwen3moe", |w, layers| {
+            ends(w);
+            each_layer(w, layers, |w, name| {
+                attention(w, name, false);
+                w.norm(&name("attn_q_norm"), HEAD_DIM);
+                w.norm(&name("attn_k_norm"), HEAD_DIM);
+                w.matrix(&name("ffn_gate_inp"), EXPERTS, HIDDEN);
+                for (part, rows, columns) in [
+                    ("ffn_gate_exps", EXPERT_INTER, HIDDEN),
+                    ("ffn_up_exps", EXPERT_INTER, HIDDEN),
+                    ("ffn_down_exps", HIDDEN, EXPERT_INTER),
+                ] {
+                    let shape = [EXPERTS, rows, columns];
+                    w.stacked(&format!("{}.weight", name(part)), &shape);
+                }
             });
         }),
         family("phi3 (GGUF)", "phi3", |w, layers| {

@@ -22,7 +22,7 @@ pub const LAYERS: usize = 4;
 pub const TAPS: [usize; 2] = [0, 2];
 /// The window of those that have one: shorter than most prompts with their answers.
 pub const WINDOW: usize = 24;
-pub const POSITIONS: usize = 512;
+pub const POSITIONS: usize = 4096;
 const INTER: usize = 96;
 
 /// How a model normalises before its head.
