@@ -1,4 +1,5 @@
-//! Targets in other kinds of checkpoints: with a LoRA adapter, as a UQFF file, and in FP8 by blocks.
+//! Targets in other kinds of checkpoints: with a LoRA adapter, as a UQFF file, and in FP8 by blocks or
+//! with one scale a tensor.
 //! GPTQ and AWQ are what the host runs on CUDA only.
 
 use std::collections::HashMap;
@@ -206,10 +207,32 @@ async fn a_target_in_a_uqff_file_keeps_its_text() {
     }
 }
 
+/// FP8's largest value.
+const LARGEST: f32 = 448.0;
+/// Most that FP8 may change the logits by, relative to the largest: it has 3 bits behind the point.
+const FP8_ROUNDING: f32 = 0.3;
+
+impl Models {
+    /// Quantize the projections, and check that only their last bits were lost.
+    async fn keeps_text_in_fp8(
+        &self,
+        what: &str,
+        config: Value,
+        convert: impl Fn(&Tensor) -> Vec<(&'static str, Tensor)>,
+    ) {
+        let target = Target::Folder(self.target.clone());
+        let base = self.logits(&target).await;
+        self.quantize(config, convert);
+        let differ = difference(&base, &self.logits(&target).await);
+        println!("{what}: logits differ by {differ}");
+        assert!(differ < FP8_ROUNDING, "{what}: logits differ by {differ}");
+        self.keeps_text_unlike(what, &target, &base).await;
+    }
+}
+
 /// A scale for every 32 x 32 values, the largest of which becomes FP8's largest.
 fn fp8_blocks(weight: &Tensor) -> Vec<(&'static str, Tensor)> {
     const BLOCK: usize = 32;
-    const LARGEST: f32 = 448.0;
     let (rows, columns) = weight.dims2().unwrap();
     let mut values = weight.to_vec2::<f32>().unwrap();
     let (down, across) = (rows.div_ceil(BLOCK), columns.div_ceil(BLOCK));
@@ -235,14 +258,57 @@ fn fp8_blocks(weight: &Tensor) -> Vec<(&'static str, Tensor)> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_target_in_fp8_by_blocks_keeps_its_text() {
-    for title in ["llama", "qwen3, sliding window", "qwen2"] {
-        let models = Models::write(title);
-        let target = Target::Folder(models.target.clone());
-        let base = models.logits(&target).await;
+    for title in [
+        "llama",
+        "qwen3, sliding window",
+        "qwen2",
+        "qwen3_moe",
+        "deepseek3",
+    ] {
         let config = json!({ "quant_method": "fp8", "weight_block_size": [32, 32] });
-        models.quantize(config, fp8_blocks);
-        let what = format!("{title}, FP8");
-        models.keeps_text_unlike(&what, &target, &base).await;
+        Models::write(title)
+            .keeps_text_in_fp8(&format!("{title}, FP8 by blocks"), config, fp8_blocks)
+            .await;
+    }
+}
+
+/// One scale for the whole tensor.
+fn fp8_tensor(weight: &Tensor) -> (Tensor, Tensor) {
+    let largest = weight.abs().unwrap().max_all().unwrap();
+    let scale = (largest / f64::from(LARGEST)).unwrap();
+    let values = weight.broadcast_div(&scale).unwrap();
+    (values.to_dtype(DType::F8E4M3).unwrap(), scale)
+}
+
+/// As the exporters name and shape the scale.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_target_in_fp8_with_one_scale_a_tensor_keeps_its_text() {
+    for (title, name, shape) in [
+        ("llama", "weight_scale_inv", vec![]),
+        ("qwen2", "weight_scale", vec![1]),
+    ] {
+        let config = json!({ "quant_method": "fp8", "activation_scheme": "static" });
+        let convert = |weight: &Tensor| {
+            let (weight, scale) = fp8_tensor(weight);
+            let scale = scale.reshape(shape.as_slice()).unwrap();
+            vec![("weight", weight), (name, scale)]
+        };
+        Models::write(title)
+            .keeps_text_in_fp8(&format!("{title}, FP8, {name}"), config, convert)
+            .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn experts_in_fp8_with_one_scale_a_tensor_are_refused_by_the_host() {
+    let models = Models::write("qwen3_moe");
+    let config = json!({ "quant_method": "fp8", "activation_scheme": "static" });
+    models.quantize(config, |weight| {
+        let (weight, scale) = fp8_tensor(weight);
+        vec![("weight", weight), ("weight_scale_inv", scale)]
+    });
+    for error in models.errors().await {
+        assert!(error.contains("weight_block_size"), "{error}");
     }
 }
 
