@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use dflash_bench::engine::{Engine, Setup};
-use dflash_tests::server::refusal_of_pair;
+use dflash_tests::server::{refusal, refusal_of_pair};
 use dflash_tests::zoo::{self, Family};
 use dflash_tests::{drafter, root, target};
 use serde_json::{json, Value};
@@ -232,6 +232,30 @@ fn x_lora_is_refused() {
     let (adapters, order) = (adapters.to_str().unwrap(), order.to_str().unwrap());
     let message = refused.message(&["-m", path, "--xlora", adapters, "--xlora-order", order]);
     contains(&message, &["X-LoRA runs the model twice", path]);
+}
+
+#[test]
+fn a_lora_adapter_on_a_gguf_file_is_refused() {
+    let refused = Refused::of(&zoo::find("llama (GGUF)"));
+    let folder = refused.target.path.parent().unwrap().to_str().unwrap();
+    let adapters = refused.folder.path().join("adapters");
+    let order = write_xlora(folder, &adapters);
+    let adapters = adapters.to_str().unwrap();
+    let gguf = ["--format", "gguf", "-f", "model.gguf"];
+    let message = refused.message(&[&["-m", folder, "--lora", adapters][..], &gguf].concat());
+    contains(&message, &["needs an ordering file", "-m MODEL --lora"]);
+    let entry = format!(
+        "command = 'serve'\n[[models]]\nkind = 'text'\nmodel_id = '{folder}'\ndtype = 'f32'\n\
+         device = {{ cpu = true }}\nformat = {{ format = 'gguf', quantized_file = 'model.gguf' }}\n\
+         adapter = {{ lora = '{adapters}', xlora_order = '{}' }}\n\
+         [models.speculative]\nmethod = 'dflash'\ndraft_model = '{}'\n",
+        order.display(),
+        refused.drafter.display()
+    );
+    let file = refused.folder.path().join("serve.toml");
+    std::fs::write(&file, entry).unwrap();
+    let message = refusal(&["from-config", "-f", file.to_str().unwrap()]);
+    contains(&message, &["an adapter on a GGUF file", "-m MODEL --lora"]);
 }
 
 #[test]

@@ -94,8 +94,8 @@ impl DFlashLoader {
         })
     }
 
-    /// The draft model's files, before the target is loaded: what is wrong with them is said
-    /// without that wait. `isq` is the quantization of the target.
+    /// The draft model's files, before the target is loaded: what is wrong with them, or with the
+    /// kind of the target, is said without that wait. `isq` is the quantization of the target.
     fn open(
         &self,
         token_source: &TokenSource,
@@ -103,6 +103,7 @@ impl DFlashLoader {
         isq: Option<IsqType>,
         device: &Device,
     ) -> Result<Drafter> {
+        pairing::check_kind(&self.target.get_kind(), &self.target.get_id())?;
         let quantizer = HostQuantizer::choose(self.draft_quant.as_deref(), isq, device)?;
         let folder = source::resolve(&self.draft_model, token_source, silent)?;
         let mut checkpoint = Checkpoint::open(&folder).with_context(|| self.cannot_use(&folder))?;

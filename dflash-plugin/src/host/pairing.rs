@@ -74,13 +74,31 @@ pub fn pool(
 }
 
 fn unsupported(target: &(dyn Pipeline + Send + Sync), why: &str) -> DFlashError {
+    unsupported_model(&target.name(), why)
+}
+
+fn unsupported_model(name: &str, why: &str) -> DFlashError {
     DFlashError::unsupported(
-        format!("target {}", target.name()),
+        format!("target {name}"),
         format!(
             "{why}. Targets that can be used with DFlash: {}",
             targets::list()
         ),
     )
+}
+
+/// What can be said before the target is loaded.
+///
+/// # Errors
+/// If no model of this kind can be used.
+pub fn check_kind(kind: &ModelKind, name: &str) -> Result<()> {
+    let is_xlora = kind.is_adapted_and(|adapter| adapter.is_x_lora());
+    match kind {
+        ModelKind::GgufAdapter { .. } if !is_xlora => {
+            Err(unsupported_model(name, Refusal::GgufAdapter.reason()))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Why this target cannot be used, if it cannot.

@@ -194,18 +194,26 @@ pub const TARGETS: &[TargetFamily] = &[
 pub enum Refusal {
     NotText,
     XLora,
+    GgufAdapter,
     NoKvCache,
     Family,
 }
 
 impl Refusal {
-    pub const ALL: [Self; 4] = [Self::NotText, Self::XLora, Self::NoKvCache, Self::Family];
+    pub const ALL: [Self; 5] = [
+        Self::NotText,
+        Self::XLora,
+        Self::GgufAdapter,
+        Self::NoKvCache,
+        Self::Family,
+    ];
 
     /// Which targets these are.
     pub fn targets(self) -> &'static str {
         match self {
             Self::NotText => "models that make images, speech or embeddings",
             Self::XLora => "X-LoRA adapters",
+            Self::GgufAdapter => "LoRA adapters on a GGUF file",
             Self::NoKvCache => "any target with `--no-kv-cache`",
             Self::Family => "all others, with and without images or sound",
         }
@@ -216,6 +224,10 @@ impl Refusal {
         match self {
             Self::NotText => "it does not write text",
             Self::XLora => "X-LoRA runs the model twice a step, with a KV cache of another kind",
+            Self::GgufAdapter => {
+                "the host runs an adapter on a GGUF file with a KV cache of another kind; use it on the \
+                 safetensors model, `-m MODEL --lora ADAPTER`, with `--isq` for fewer bits"
+            }
             Self::NoKvCache => "its KV cache is off; leave --no-kv-cache out",
             Self::Family => "its family is not among those that are known to work",
         }
