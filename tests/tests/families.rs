@@ -74,6 +74,8 @@ families! {
     qwen2_5_vl: "qwen2_5vl",
     qwen3_vl: "qwen3vl",
     qwen3_vl_moe: "qwen3vlmoe",
+    qwen3_5: "qwen3_5",
+    qwen3_5_moe: "qwen3_5moe",
     llama_gguf: "llama (GGUF)",
     qwen2_gguf: "qwen2 (GGUF)",
     qwen3_gguf: "qwen3 (GGUF)",

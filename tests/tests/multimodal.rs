@@ -204,10 +204,14 @@ families! {
     qwen2_5_vl: is_plain_behind_images("qwen2_5vl", None),
     qwen3_vl: is_plain_behind_images("qwen3vl", None),
     qwen3_vl_moe: is_plain_behind_images("qwen3vlmoe", None),
+    qwen3_5: is_plain_behind_images("qwen3_5", None),
+    qwen3_5_moe: is_plain_behind_images("qwen3_5moe", None),
     // The host has no paged attention for Qwen2-VL and Qwen2.5-VL.
     gemma3_paged: drafts_behind_images(GEMMA3, PAGED),
     qwen3_vl_paged: is_plain_behind_images("qwen3vl", PAGED),
     qwen3_vl_moe_paged: is_plain_behind_images("qwen3vlmoe", PAGED),
+    qwen3_5_paged: is_plain_behind_images("qwen3_5", PAGED),
+    qwen3_5_moe_paged: is_plain_behind_images("qwen3_5moe", PAGED),
 }
 
 /// A request that continues one with an image finds its KV, and its draft KV where there is any.

@@ -15,7 +15,7 @@ use dflash_tests::oracle::{
 use dflash_tests::zoo::{self, LAYERS};
 use futures_util::future::join_all;
 
-const FAMILIES: [&str; 2] = ["qwen3_next", "granitemoehybrid"];
+const FAMILIES: [&str; 4] = ["qwen3_next", "granitemoehybrid", "qwen3_5", "qwen3_5moe"];
 const BLOCK_SIZE: usize = 8;
 
 /// A tiny pair on disk.

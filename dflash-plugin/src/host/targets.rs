@@ -78,6 +78,8 @@ use Format::{Gguf, Safetensors};
 
 const IMAGES: &str = "requests with images draft as others do";
 const M_ROPE: &str = "requests with images are decoded plainly, each in a pass of its own";
+const QWEN3_5: &str =
+    "Qwen3.6 too; requests with images are decoded plainly, each in a pass of its own";
 const LONG_ROPE: &str = "with LongRoPE: plain steps past `original_max_position_embeddings`, and \
                          batches of sequences of equal length only";
 /// Every family that can be used.
@@ -179,6 +181,20 @@ pub const TARGETS: &[TargetFamily] = &[
         "Qwen3VLMoeForConditionalGeneration",
         Whole,
         M_ROPE,
+    ),
+    family(
+        "qwen3_5",
+        Safetensors,
+        "Qwen3_5ForConditionalGeneration",
+        Recurrent,
+        QWEN3_5,
+    ),
+    family(
+        "qwen3_5moe",
+        Safetensors,
+        "Qwen3_5MoeForConditionalGeneration",
+        Recurrent,
+        QWEN3_5,
     ),
     family("llama", Gguf, "llama", Whole, "`mistral3` too"),
     family("qwen2", Gguf, "qwen2", Whole, ""),

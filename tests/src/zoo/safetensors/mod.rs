@@ -4,6 +4,7 @@ mod dense;
 mod mixtures;
 mod multimodal;
 mod norms;
+mod qwen3_5;
 mod recurrent;
 mod refused;
 mod vision;
@@ -214,5 +215,6 @@ pub fn families() -> Vec<Family> {
     families.extend(mixtures::families());
     families.extend(recurrent::families());
     families.extend(multimodal::families());
+    families.extend(qwen3_5::families());
     families
 }

@@ -19,6 +19,9 @@ const QWEN: &[(&str, usize)] = &[
     ("<|video_pad|>", 253),
 ];
 
+/// Layers of Qwen3-VL's tower whose outputs the text model gets, too.
+const DEEPSTACK: usize = 2;
+
 /// `preprocessor_config.json` with `more`.
 fn preprocessor(more: Value) -> Value {
     let mut config = json!({
@@ -31,7 +34,7 @@ fn preprocessor(more: Value) -> Value {
     config
 }
 
-fn qwen_images() -> Images {
+pub fn qwen_images() -> Images {
     Images {
         tokens: QWEN,
         prompt: "<|vision_start|><|image_pad|><|vision_end|>",
@@ -54,7 +57,7 @@ fn below(w: &mut Weights, prefix: &str, fill: impl FnOnce(&mut Weights)) {
 }
 
 /// The tokens of Qwen's images and `more`.
-fn qwen_tokens(more: Value) -> Value {
+pub fn qwen_tokens(more: Value) -> Value {
     let mut config = json!({
         "image_token_id": 252, "video_token_id": 253, "vision_start_token_id": 250,
         "vision_end_token_id": 251
@@ -82,12 +85,12 @@ fn qwen3_config(architecture: &str, layers: usize, more: Value) -> Value {
     text["rope_scaling"] = json!({ "mrope_interleaved": true, "mrope_section": [4, 2, 2] });
     qwen_tokens(json!({
         "architectures": [architecture], "text_config": text, "tie_word_embeddings": false,
-        "vision_config": vision::qwen3_config()
+        "vision_config": vision::qwen3_config(DEEPSTACK)
     }))
 }
 
 fn qwen3_weights(w: &mut Weights, layers: usize, mlp: fn(&mut Weights, &str)) {
-    vision::qwen3(w, "model.visual");
+    vision::qwen3(w, "model.visual", DEEPSTACK);
     w.matrix("lm_head", VOCAB, HIDDEN);
     w.matrix("model.language_model.embed_tokens", VOCAB, HIDDEN);
     w.norm("model.language_model.norm", HIDDEN);

@@ -104,10 +104,12 @@ pub fn qwen2_5_config() -> Value {
     }))
 }
 
-pub fn qwen3_config() -> Value {
+/// Qwen3-VL's and Qwen3.5's; the text model gets the outputs of its first `deepstack` layers, too.
+pub fn qwen3_config(deepstack: usize) -> Value {
+    let indexes: Vec<usize> = (0..deepstack).collect();
     sizes(json!({
         "out_hidden_size": super::HIDDEN, "num_position_embeddings": PATCHES,
-        "deepstack_visual_indexes": [0, 1]
+        "deepstack_visual_indexes": indexes
     }))
 }
 
@@ -156,7 +158,7 @@ pub fn qwen2_5(w: &mut Weights, tower: &str) {
     w.linear(&format!("{tower}.merger.mlp.2"), super::HIDDEN, MERGED);
 }
 
-pub fn qwen3(w: &mut Weights, tower: &str) {
+pub fn qwen3(w: &mut Weights, tower: &str, deepstack: usize) {
     qwen_patches(w, tower);
     w.small(&format!("{tower}.patch_embed.proj.bias"), &[HIDDEN]);
     w.matrix(&format!("{tower}.pos_embed"), PATCHES, HIDDEN);
@@ -174,7 +176,7 @@ pub fn qwen3(w: &mut Weights, tower: &str) {
         w.linear(&format!("{merger}.linear_fc2"), super::HIDDEN, MERGED);
     };
     merger(&format!("{tower}.merger"), HIDDEN);
-    for i in 0..2 {
+    for i in 0..deepstack {
         merger(&format!("{tower}.deepstack_merger_list.{i}"), MERGED);
     }
 }
