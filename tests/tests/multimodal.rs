@@ -134,6 +134,11 @@ async fn conforms(title: &str, paged: Option<usize>) -> StatsSnapshot {
     let plain = Engine::load(&plain).await.unwrap();
     let want = one_by_one(&plain, &jobs).await;
     images_matter(title, &want[0], &want[2]);
+    // The host's Qwen2-VL fails when a request with an image decodes beside one without.
+    if !title.starts_with("qwen2") {
+        let what = format!("{title}, without a draft model");
+        check(&what, &want, &together(&plain, &jobs).await);
+    }
     let setup = place(Setup::dflash(&target.path, &drafter, Some(8)));
     let engine = Engine::load(&setup).await.unwrap();
     let what = format!("{title}, random draft model");
@@ -164,6 +169,12 @@ async fn is_plain_behind_images(title: &str, paged: Option<usize>) {
     assert_eq!(fallbacks, plain, "{title}: {stats:?}");
 }
 
+/// Tokens of a model that writes nothing but letters, as text.
+fn letters(tokens: &[u32]) -> String {
+    let letter = |token: &u32| char::from(b'a' + *token as u8);
+    tokens.iter().map(letter).collect()
+}
+
 /// A prompt with the first half of its answer is answered with the second half: decoding counts
 /// positions as prompts do.
 async fn positions_go_on(title: &str) {
@@ -174,8 +185,7 @@ async fn positions_go_on(title: &str) {
     let plain = Engine::load(&Setup::plain(&target.path)).await.unwrap();
     let job = with_image(&family, 3, "abcde");
     let want = plain.generate(&job, |_| ()).await.unwrap();
-    let letter = |token: &u32| char::from(b'a' + *token as u8);
-    let half: String = want.tokens[..HALF].iter().map(letter).collect();
+    let half = letters(&want.tokens[..HALF]);
     let longer = with_image(&family, 3, &format!("abcde{half}"));
     let got = plain.generate(&longer, |_| ()).await.unwrap();
     let (want, gaps) = (&want.tokens[HALF..], &want.gaps[HALF..]);
@@ -249,6 +259,38 @@ async fn a_prefix_hit_behind_an_image_gives_the_same_text() {
                 // The second one's image is another.
                 assert_eq!(stats.restored, 1, "{what}: {stats:?}");
                 assert!(stats.fallbacks.is_empty(), "{what}: {stats:?}");
+            }
+        }
+    }
+}
+
+/// Where images move positions, too: what the second turn gets from the first ends behind the image.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_second_turn_behind_moved_positions_gives_the_same_text() {
+    for title in ["qwen3vl", "qwen3vlmoe", "qwen3_5", "qwen3_5moe"] {
+        let family = zoo::find(title);
+        let folder = tempfile::tempdir().unwrap();
+        let target = write_target(&family, &folder.path().join("target"));
+        let drafter = zoo::write_drafter(&folder.path().join("drafter"));
+        let first = with_image(&family, 3, "abcde");
+        let cold = Engine::load(&Setup::plain(&target.path)).await.unwrap();
+        let answer = cold.generate(&first, |_| ()).await.unwrap();
+        let turn = format!("abcde{}xyz", letters(&answer.tokens));
+        let turns = [3, 200].map(|seed| with_image(&family, seed, &turn));
+        let want = one_by_one(&cold, &turns).await;
+        images_matter(title, &want[0], &want[1]);
+        for paged in [None, PAGED] {
+            for mut setup in [
+                Setup::plain(&target.path),
+                Setup::dflash(&target.path, &drafter, Some(8)),
+            ] {
+                setup.prefix_cache_n = 4;
+                setup.place.paged = paged;
+                let engine = Engine::load(&setup).await.unwrap();
+                engine.generate(&first, |_| ()).await.unwrap();
+                let got = one_by_one(&engine, &turns).await;
+                let what = format!("{title}, {paged:?}, draft model {}", setup.draft.is_some());
+                check(&what, &want, &got);
             }
         }
     }
