@@ -15,6 +15,9 @@ use dflash_tests::weights::Weights;
 use dflash_tests::zoo::{self, HIDDEN, LAYERS};
 use serde_json::{json, Value};
 
+/// The last part of a tensor's name, and the tensor.
+type Part = (&'static str, Tensor);
+
 /// A target of the zoo and a draft model for it.
 struct Models {
     folder: tempfile::TempDir,
@@ -102,23 +105,28 @@ impl Models {
     }
 
     /// Replace the weights of all layers' projections by what `convert` makes of each, and name the
-    /// method in the config.
-    fn quantize(&self, config: Value, convert: impl Fn(&Tensor) -> Vec<(&'static str, Tensor)>) {
+    /// method, if there is one, in the config.
+    fn quantize(&self, config: Option<Value>, convert: impl Fn(&Tensor) -> Vec<Part>) {
         let file = self.target.join("model.safetensors");
         let tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
         let mut quantized = HashMap::new();
+        // The last three are those of a gated delta net.
+        let projections = ["_proj", ".in_proj_qkvz", ".in_proj_qkv", ".in_proj_z"];
         for (name, tensor) in tensors {
-            match name.strip_suffix("_proj.weight") {
-                Some(layer) => {
+            match name.strip_suffix(".weight") {
+                Some(layer) if projections.iter().any(|end| layer.ends_with(end)) => {
                     let parts = convert(&tensor).into_iter();
-                    quantized.extend(parts.map(|(part, t)| (format!("{layer}_proj.{part}"), t)));
+                    quantized.extend(parts.map(|(part, t)| (format!("{layer}.{part}"), t)));
                 }
-                None => {
+                _ => {
                     quantized.insert(name, tensor);
                 }
             }
         }
         candle_core::safetensors::save(&quantized, file).unwrap();
+        let Some(config) = config else {
+            return;
+        };
         let file = self.target.join("config.json");
         let mut whole: Value =
             serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
@@ -209,30 +217,11 @@ async fn a_target_in_a_uqff_file_keeps_its_text() {
 
 /// FP8's largest value.
 const LARGEST: f32 = 448.0;
-/// Most that FP8 may change the logits by, relative to the largest: it has 3 bits behind the point.
-const FP8_ROUNDING: f32 = 0.3;
-
-impl Models {
-    /// Quantize the projections, and check that only their last bits were lost.
-    async fn keeps_text_in_fp8(
-        &self,
-        what: &str,
-        config: Value,
-        convert: impl Fn(&Tensor) -> Vec<(&'static str, Tensor)>,
-    ) {
-        let target = Target::Folder(self.target.clone());
-        let base = self.logits(&target).await;
-        self.quantize(config, convert);
-        let differ = difference(&base, &self.logits(&target).await);
-        println!("{what}: logits differ by {differ}");
-        assert!(differ < FP8_ROUNDING, "{what}: logits differ by {differ}");
-        self.keeps_text_unlike(what, &target, &base).await;
-    }
-}
+/// Rows and columns of an FP8 block.
+const BLOCK: usize = 32;
 
 /// A scale for every 32 x 32 values, the largest of which becomes FP8's largest.
-fn fp8_blocks(weight: &Tensor) -> Vec<(&'static str, Tensor)> {
-    const BLOCK: usize = 32;
+fn fp8_blocks(weight: &Tensor) -> Vec<Part> {
     let (rows, columns) = weight.dims2().unwrap();
     let mut values = weight.to_vec2::<f32>().unwrap();
     let (down, across) = (rows.div_ceil(BLOCK), columns.div_ceil(BLOCK));
@@ -256,46 +245,86 @@ fn fp8_blocks(weight: &Tensor) -> Vec<(&'static str, Tensor)> {
     ]
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_target_in_fp8_by_blocks_keeps_its_text() {
-    for title in [
-        "llama",
-        "qwen3, sliding window",
-        "qwen2",
-        "qwen3_moe",
-        "deepseek3",
-    ] {
-        let config = json!({ "quant_method": "fp8", "weight_block_size": [32, 32] });
-        Models::write(title)
-            .keeps_text_in_fp8(&format!("{title}, FP8 by blocks"), config, fp8_blocks)
-            .await;
-    }
-}
-
-/// One scale for the whole tensor.
-fn fp8_tensor(weight: &Tensor) -> (Tensor, Tensor) {
+/// One scale for the whole tensor, by this name and in this shape.
+fn fp8_tensor(weight: &Tensor, name: &'static str, shape: &[usize]) -> Vec<Part> {
     let largest = weight.abs().unwrap().max_all().unwrap();
     let scale = (largest / f64::from(LARGEST)).unwrap();
     let values = weight.broadcast_div(&scale).unwrap();
-    (values.to_dtype(DType::F8E4M3).unwrap(), scale)
+    vec![
+        ("weight", values.to_dtype(DType::F8E4M3).unwrap()),
+        (name, scale.reshape(shape).unwrap()),
+    ]
+}
+
+/// What FP8 leaves of a weight: values and their scales put together.
+fn fp8_rounded(parts: &[Part]) -> Vec<Part> {
+    let [values, scales] = [0, 1].map(|i| parts[i].1.to_dtype(DType::F32).unwrap());
+    let mut values = values.to_vec2::<f32>().unwrap();
+    let across = values[0].len().div_ceil(BLOCK);
+    let scales = scales.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    for (y, row) in values.iter_mut().enumerate() {
+        for (x, value) in row.iter_mut().enumerate() {
+            *value *= match scales.as_slice() {
+                [scale] => scale,
+                scales => &scales[y / BLOCK * across + x / BLOCK],
+            };
+        }
+    }
+    vec![("weight", Tensor::new(values, &Device::Cpu).unwrap())]
+}
+
+/// The same numbers, and the same text, as in a checkpoint that has what FP8 leaves in f32.
+async fn keeps_text_in_fp8(
+    what: &str,
+    title: &str,
+    config: Value,
+    pack: impl Fn(&Tensor) -> Vec<Part>,
+) {
+    let models = Models::write(title);
+    let target = Target::Folder(models.target.clone());
+    let base = models.logits(&target).await;
+    models.quantize(None, |weight| fp8_rounded(&pack(weight)));
+    let rounded = models.logits(&target).await;
+    models.quantize(Some(config), pack);
+    let what = format!("{title}, {what}");
+    let differ = difference(&rounded, &models.logits(&target).await);
+    println!("{what}: logits differ by {differ}");
+    assert!(differ < 1e-4, "{what}: {differ}");
+    models.keeps_text_unlike(&what, &target, &base).await;
+}
+
+async fn keeps_text_in_fp8_by_blocks(titles: &[&str]) {
+    for title in titles {
+        let config = json!({ "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK] });
+        keeps_text_in_fp8("FP8 by blocks", title, config, fp8_blocks).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_target_in_fp8_by_blocks_keeps_its_text() {
+    keeps_text_in_fp8_by_blocks(&["llama", "qwen3, sliding window", "qwen2"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recurrent_layers_in_fp8_by_blocks_keep_their_text() {
+    keeps_text_in_fp8_by_blocks(&["qwen3_5"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn mixtures_of_experts_in_fp8_by_blocks_keep_their_text() {
+    keeps_text_in_fp8_by_blocks(&["qwen3_moe", "qwen3_next", "deepseek3"]).await;
 }
 
 /// As the exporters name and shape the scale.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_target_in_fp8_with_one_scale_a_tensor_keeps_its_text() {
     for (title, name, shape) in [
-        ("llama", "weight_scale_inv", vec![]),
-        ("qwen2", "weight_scale", vec![1]),
+        ("llama", "weight_scale_inv", &[][..]),
+        ("qwen2", "weight_scale", &[1]),
     ] {
         let config = json!({ "quant_method": "fp8", "activation_scheme": "static" });
-        let convert = |weight: &Tensor| {
-            let (weight, scale) = fp8_tensor(weight);
-            let scale = scale.reshape(shape.as_slice()).unwrap();
-            vec![("weight", weight), (name, scale)]
-        };
-        Models::write(title)
-            .keeps_text_in_fp8(&format!("{title}, FP8, {name}"), config, convert)
-            .await;
+        let pack = |weight: &Tensor| fp8_tensor(weight, name, shape);
+        keeps_text_in_fp8(&format!("FP8, {name}"), title, config, pack).await;
     }
 }
 
@@ -303,9 +332,8 @@ async fn a_target_in_fp8_with_one_scale_a_tensor_keeps_its_text() {
 async fn experts_in_fp8_with_one_scale_a_tensor_are_refused_by_the_host() {
     let models = Models::write("qwen3_moe");
     let config = json!({ "quant_method": "fp8", "activation_scheme": "static" });
-    models.quantize(config, |weight| {
-        let (weight, scale) = fp8_tensor(weight);
-        vec![("weight", weight), ("weight_scale_inv", scale)]
+    models.quantize(Some(config), |weight| {
+        fp8_tensor(weight, "weight_scale_inv", &[])
     });
     for error in models.errors().await {
         assert!(error.contains("weight_block_size"), "{error}");
@@ -313,7 +341,7 @@ async fn experts_in_fp8_with_one_scale_a_tensor_are_refused_by_the_host() {
 }
 
 /// Tensors of the right sizes; their values do not matter.
-fn four_bits(weight: &Tensor, is_awq: bool) -> Vec<(&'static str, Tensor)> {
+fn four_bits(weight: &Tensor, is_awq: bool) -> Vec<Part> {
     const GROUP: usize = 32;
     const PACKED: usize = 8;
     let (rows, columns) = weight.dims2().unwrap();
@@ -341,12 +369,58 @@ async fn gptq_and_awq_are_refused_by_the_host_on_a_cpu() {
     for method in ["gptq", "awq"] {
         let models = Models::write("qwen3");
         let config = json!({ "quant_method": method, "bits": 4, "group_size": 32 });
-        models.quantize(config, |weight| four_bits(weight, method == "awq"));
+        models.quantize(Some(config), |weight| four_bits(weight, method == "awq"));
         for error in models.errors().await {
             assert!(
                 error.contains("only supported on CUDA"),
                 "{method}: {error}"
             );
         }
+    }
+}
+
+/// A mixture's experts one by one, or all in two tensors whose matrices map from the second axis to the
+/// third, or from the third to the second.
+#[tokio::test(flavor = "multi_thread")]
+async fn experts_are_the_same_in_every_layout() {
+    let models = Models::write("qwen3_5moe");
+    let target = Target::Folder(models.target.clone());
+    let want = models.logits(&target).await;
+    let file = models.target.join("model.safetensors");
+    let tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    type Layout = fn(&str, &Tensor) -> Vec<(String, Tensor)>;
+    let layouts: [Layout; 2] = [
+        |name, stacked| vec![(name.into(), stacked.t().unwrap())],
+        |name, stacked| {
+            let (experts, name) = name.rsplit_once('.').unwrap();
+            let names = name.split("_proj").next().unwrap().split('_');
+            let mut all = Vec::new();
+            for i in 0..stacked.dim(0).unwrap() {
+                let expert = stacked.get(i).unwrap();
+                let parts = expert.chunk(names.clone().count(), 0).unwrap();
+                for (name, part) in names.clone().zip(parts) {
+                    all.push((format!("{experts}.{i}.{name}_proj.weight"), part));
+                }
+            }
+            all
+        },
+    ];
+    for layout in layouts {
+        let mut other = HashMap::new();
+        for (name, tensor) in &tensors {
+            match name.contains(".experts.") {
+                true => {
+                    let parts = layout(name, tensor).into_iter();
+                    other.extend(parts.map(|(name, part)| (name, part.contiguous().unwrap())));
+                }
+                false => {
+                    other.insert(name.clone(), tensor.clone());
+                }
+            }
+        }
+        assert!(other.len() >= tensors.len());
+        candle_core::safetensors::save(&other, &file).unwrap();
+        let differ = difference(&want, &models.logits(&target).await);
+        assert!(differ < 1e-5, "{differ}");
     }
 }
