@@ -14,6 +14,8 @@ pub enum Fallback {
     NoRoom,
     /// The host's paged KV cache has no free blocks for the rows of a block.
     NoBlocks,
+    /// Another rank of a tensor-parallel target cannot speculate with this sequence.
+    OtherRank,
     /// The draft model's positions end before the block's last one.
     DraftContextEnd,
     /// The draft model or the verify pass failed: an error or a panic.
@@ -37,6 +39,7 @@ impl Fallback {
             Self::NoDraftContext => "no_draft_context",
             Self::NoRoom => "no_room",
             Self::NoBlocks => "no_blocks",
+            Self::OtherRank => "other_rank",
             Self::DraftContextEnd => "draft_context_end",
             Self::Error => "error",
             Self::NotWorthwhile => "not_worthwhile",
@@ -53,6 +56,9 @@ impl Fallback {
             Self::NoRoom => "the target's context ends within the next block",
             Self::NoBlocks => {
                 "the paged KV cache is full; give it more memory, or fewer sequences at once"
+            }
+            Self::OtherRank => {
+                "another rank of the target has no draft KV or blocks for a sequence"
             }
             Self::DraftContextEnd => "the sequence is longer than the draft model's context",
             Self::Error => "drafting or verifying failed",

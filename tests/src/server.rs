@@ -1,6 +1,6 @@
 //! The real binary as a server of its own process, ended with the test.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -53,14 +53,25 @@ pub fn refusal_of_pair(target: &[&str], drafter: &Path, more: &[&str]) -> String
 /// A running `mistralrs serve` or `mistralrs from-config`.
 pub struct Server {
     child: Child,
+    /// The other ranks of a tensor-parallel target.
+    others: Others,
     port: u16,
     log: tempfile::NamedTempFile,
 }
 
+#[derive(Default)]
+struct Others {
+    children: Vec<Child>,
+    /// What tells all ranks of each other.
+    _rings: Vec<tempfile::NamedTempFile>,
+}
+
 impl Drop for Server {
     fn drop(&mut self) {
-        self.child.kill().ok();
-        self.child.wait().ok();
+        for child in std::iter::once(&mut self.child).chain(&mut self.others.children) {
+            child.kill().ok();
+            child.wait().ok();
+        }
     }
 }
 
@@ -82,34 +93,49 @@ impl Server {
         Self::serve_in(target, more, &envs).await
     }
 
+    /// As [`Server::serve`], on two ranks that split the target's layers between them.
+    pub async fn serve_on_two_ranks(target: &Path, more: &[&str]) -> Self {
+        let [first, second, master] = [free_port(), free_port(), free_port()];
+        let ring = |rank: usize, port: u16, right_port: u16| {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            let config = serde_json::json!({
+                "master_ip": "127.0.0.1", "master_port": master, "rank": rank, "world_size": 2,
+                "port": port, "right_port": right_port, "right_ip": "127.0.0.1",
+            });
+            serde_json::to_writer(&file, &config).unwrap();
+            file
+        };
+        let rings = [ring(0, first, second), ring(1, second, first)];
+        let [first, second] = [&rings[0], &rings[1]].map(|ring| ring.path().to_owned());
+        let [first, second] = [&first, &second].map(|ring| ("RING_CONFIG", ring.to_str().unwrap()));
+        let port = free_port();
+        let args = serve_args(target, more, port);
+        let others = Others {
+            children: vec![start(&args, &[second], Stdio::null())],
+            _rings: rings.into(),
+        };
+        Self::spawn(&args, port, &[first], others).await
+    }
+
+    /// End the first rank, and wait for the others.
+    pub fn end_first_rank(&mut self, patience: Duration) {
+        self.child.kill().unwrap();
+        let start = Instant::now();
+        for other in &mut self.others.children {
+            while other.try_wait().unwrap().is_none() {
+                assert!(
+                    start.elapsed() < patience,
+                    "a rank goes on without the first"
+                );
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        }
+    }
+
     async fn serve_in(target: &Path, more: &[&str], envs: &[(&str, &str)]) -> Self {
         let port = free_port();
-        let port_text = port.to_string();
-        let mut args: Vec<&OsStr> = ["serve", "--host", "127.0.0.1", "-p", &port_text]
-            .map(OsStr::new)
-            .into();
-        let place = Place::from_env();
-        if !place.gpu {
-            args.push("--cpu".as_ref());
-        }
-        args.extend(["--dtype", if place.bf16 { "bf16" } else { "f32" }].map(OsStr::new));
-        let paged = place.paged.map(|tokens| tokens.to_string());
-        match &paged {
-            Some(tokens) => {
-                args.extend(["--paged-attn", "on", "--pa-context-len", tokens].map(OsStr::new))
-            }
-            None => args.extend(["--paged-attn", "off"].map(OsStr::new)),
-        }
-        args.push("-m".as_ref());
-        if target.extension().is_some_and(|e| e == "gguf") {
-            args.push(target.parent().expect("a file is in a folder").as_ref());
-            args.extend(["--format", "gguf", "-f"].map(OsStr::new));
-            args.push(target.file_name().expect("a file has a name"));
-        } else {
-            args.push(target.as_ref());
-        }
-        args.extend(more.iter().map(OsStr::new));
-        Self::spawn(&args, port, envs).await
+        let args = serve_args(target, more, port);
+        Self::spawn(&args, port, envs, Others::default()).await
     }
 
     /// Without a draft model.
@@ -148,22 +174,25 @@ impl Server {
             ],
             port,
             &[],
+            Others::default(),
         )
         .await
     }
 
-    async fn spawn(args: &[&OsStr], port: u16, envs: &[(&str, &str)]) -> Self {
+    async fn spawn(
+        args: &[impl AsRef<OsStr>],
+        port: u16,
+        envs: &[(&str, &str)],
+        others: Others,
+    ) -> Self {
         let log = tempfile::NamedTempFile::new().unwrap();
-        let child = Command::new(binary())
-            .args(args)
-            // The host puts backtraces into error messages.
-            .envs([("RUST_BACKTRACE", "0"), ("RUST_LIB_BACKTRACE", "0")])
-            .envs(envs.iter().copied())
-            .stdout(log.reopen().unwrap())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut server = Self { child, port, log };
+        let child = start(args, envs, log.reopen().unwrap().into());
+        let mut server = Self {
+            child,
+            others,
+            port,
+            log,
+        };
         let start = Instant::now();
         while reqwest::get(server.url("health")).await.is_err() {
             assert!(
@@ -201,6 +230,49 @@ impl Server {
             .with_api_key("none");
         Client::with_config(config)
     }
+}
+
+/// Arguments of `mistralrs serve`; see [`Server::serve`].
+fn serve_args(target: &Path, more: &[&str], port: u16) -> Vec<OsString> {
+    let mut args: Vec<OsString> = ["serve", "--host", "127.0.0.1", "-p"]
+        .map(OsString::from)
+        .into();
+    args.push(port.to_string().into());
+    let place = Place::from_env();
+    if !place.gpu {
+        args.push("--cpu".into());
+    }
+    args.extend(["--dtype", if place.bf16 { "bf16" } else { "f32" }].map(OsString::from));
+    let paged = place.paged.map(|tokens| tokens.to_string());
+    match &paged {
+        Some(tokens) => {
+            args.extend(["--paged-attn", "on", "--pa-context-len", tokens].map(OsString::from))
+        }
+        None if more.contains(&"--paged-attn") => (),
+        None => args.extend(["--paged-attn", "off"].map(OsString::from)),
+    }
+    args.push("-m".into());
+    if target.extension().is_some_and(|e| e == "gguf") {
+        args.push(target.parent().expect("a file is in a folder").into());
+        args.extend(["--format", "gguf", "-f"].map(OsString::from));
+        args.push(target.file_name().expect("a file has a name").into());
+    } else {
+        args.push(target.into());
+    }
+    args.extend(more.iter().map(OsString::from));
+    args
+}
+
+fn start(args: &[impl AsRef<OsStr>], envs: &[(&str, &str)], stdout: Stdio) -> Child {
+    Command::new(binary())
+        .args(args)
+        // The host puts backtraces into error messages.
+        .envs([("RUST_BACKTRACE", "0"), ("RUST_LIB_BACKTRACE", "0")])
+        .envs(envs.iter().copied())
+        .stdout(stdout)
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap()
 }
 
 /// The text of `/metrics`.

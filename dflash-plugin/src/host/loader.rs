@@ -161,13 +161,8 @@ impl DFlashLoader {
             }
             let hooks = self.hooks.clone();
             let is_adaptive = self.is_adaptive;
-            Ok(DFlashPipeline::new(
-                target,
-                worker,
-                pool,
-                hooks,
-                is_adaptive,
-            ))
+            let pipeline = DFlashPipeline::new(target, worker, pool, hooks, is_adaptive);
+            pipeline.context("the ranks of the target cannot be joined")
         };
         let pipeline = attach().with_context(|| self.cannot_use(drafter.checkpoint.dir()))?;
         Ok(Arc::new(Mutex::new(pipeline)))

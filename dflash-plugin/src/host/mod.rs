@@ -10,6 +10,7 @@
 //! | `targets` | the table of families that can be used, and of reasons why others cannot |
 //! | `pipeline` | [`DFlashPipeline`]: the host's `Pipeline`, delegated |
 //! | `step` | one engine step: plan, draft, verify, accept, commit |
+//! | `ranks` | tensor parallelism: what the ranks decide once for all |
 //! | `passes` | the draft pass and the verify pass, and how a failed one is undone |
 //! | `plan` | which sequences speculate, and with how many rows |
 //! | `drafted` | the blocks of a step, on the host or still on the GPU |
@@ -34,6 +35,7 @@ mod pipeline;
 mod plain;
 mod plan;
 mod quant;
+mod ranks;
 mod recurrent;
 mod replay;
 mod source;

@@ -31,13 +31,18 @@ impl DFlashPipeline {
         paged: Option<Paged<'_>>,
     ) -> Result<Option<Verified>> {
         let bases: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
-        let result = caught(|| {
+        let mut result = caught(|| {
             let start = self.clock()?;
             let blocks = self.draft(seqs, rows, paged)?;
             self.clocked(Phase::Draft, start)?;
             let logits = self.verify(seqs, &bases, &blocks, paged)?;
             Ok((blocks, logits))
         });
+        if let Some(ranks) = &self.ranks {
+            if ranks.on_all([result.is_ok()])? != [true] && result.is_ok() {
+                result = Err(candle_core::Error::msg("it failed on another rank"));
+            }
+        }
         match result {
             Ok((blocks, logits)) => Ok(Some(Verified {
                 bases,
@@ -66,34 +71,10 @@ impl DFlashPipeline {
                 None => candle_core::bail!("sequence {} has no token to draft from", seq.id()),
             })
             .collect::<Result<Vec<u32>>>()?;
-        self.hooks.fault_at(FaultPoint::Draft)?;
-        let head = self.head()?;
-        let drafts = match paged {
-            None => {
-                let jobs = seqs
-                    .iter()
-                    .zip(&anchors)
-                    .map(|(seq, anchor)| match state::kv(seq) {
-                        Some(DraftKv::Own(kv)) => Ok(DraftJob {
-                            anchor: *anchor,
-                            kv,
-                        }),
-                        _ => candle_core::bail!("sequence {} has nothing to draft from", seq.id()),
-                    })
-                    .collect::<Result<Vec<_>>>()?;
-                self.worker.draft(&head, &jobs, rows)?
-            }
-            Some((_, blocks)) => {
-                let lens: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
-                let contexts = PooledContexts {
-                    pool: self.pool()?,
-                    tables: (lens.iter().enumerate())
-                        .map(|(i, len)| blocks.covering(i, 0, *len).to_vec())
-                        .collect(),
-                    lens,
-                };
-                self.worker.draft_pooled(&head, &anchors, &contexts, rows)?
-            }
+        let drafts = || self.own_drafts(seqs, &anchors, rows, paged);
+        let drafts = match &self.ranks {
+            Some(ranks) => ranks.first_tokens(caught(drafts), (anchors.len(), rows - 1))?,
+            None => drafts()?,
         };
         let change =
             self.hooks.drafts.as_ref().map(|hook| {
@@ -104,6 +85,45 @@ impl DFlashPipeline {
             &drafts,
             change.as_ref().map(|change| change as &Change),
         )
+    }
+
+    /// Drafts for these anchors: u32 `[anchors, rows - 1]`.
+    fn own_drafts(
+        &self,
+        seqs: &[&mut Sequence],
+        anchors: &[u32],
+        rows: usize,
+        paged: Option<Paged<'_>>,
+    ) -> Result<Tensor> {
+        self.hooks.fault_at(FaultPoint::Draft)?;
+        let head = self.head()?;
+        match paged {
+            None => {
+                let jobs = seqs
+                    .iter()
+                    .zip(anchors)
+                    .map(|(seq, anchor)| match state::kv(seq) {
+                        Some(DraftKv::Own(kv)) => Ok(DraftJob {
+                            anchor: *anchor,
+                            kv,
+                        }),
+                        _ => candle_core::bail!("sequence {} has nothing to draft from", seq.id()),
+                    })
+                    .collect::<Result<Vec<_>>>()?;
+                Ok(self.worker.draft(&head, &jobs, rows)?)
+            }
+            Some((_, blocks)) => {
+                let lens: Vec<usize> = seqs.iter().map(|seq| committed(seq)).collect();
+                let contexts = PooledContexts {
+                    pool: self.pool()?,
+                    tables: (lens.iter().enumerate())
+                        .map(|(i, len)| blocks.covering(i, 0, *len).to_vec())
+                        .collect(),
+                    lens,
+                };
+                Ok(self.worker.draft_pooled(&head, anchors, &contexts, rows)?)
+            }
+        }
     }
 
     /// One target forward over all blocks; its features become draft K/V. `[batch, rows, vocab]`.

@@ -18,6 +18,7 @@ use tokenizers::Tokenizer;
 use tokio::sync::OwnedMutexGuard;
 
 use super::method::Hooks;
+use super::ranks::Ranks;
 use crate::controller::Controller;
 use crate::pool::DraftPool;
 use crate::trace::Phase;
@@ -32,6 +33,8 @@ pub struct DFlashPipeline {
     pub(super) worker: DFlashWorker,
     /// Draft K/V of all blocks, if the target's cache is paged.
     pub(super) pool: Option<DraftPool>,
+    /// The other ranks of the target, if it is tensor-parallel.
+    pub(super) ranks: Option<Ranks>,
     pub(super) hooks: Hooks,
     /// Chooses the rows to verify; `None` verifies whole blocks always.
     pub(super) controller: Option<Controller>,
@@ -43,13 +46,16 @@ pub struct DFlashPipeline {
 
 impl DFlashPipeline {
     /// `worker` must come from [`super::pairing::join`] with the same target.
+    ///
+    /// # Errors
+    /// If the target's ranks cannot be joined.
     pub(super) fn new(
         target: Target,
         worker: DFlashWorker,
         pool: Option<DraftPool>,
         hooks: Hooks,
         is_adaptive: bool,
-    ) -> Self {
+    ) -> candle_core::Result<Self> {
         // Those that are recorded as CUDA graphs: two as usual, and the recording.
         let slow_at_first = match pool.is_some() && can_record(&target.device()) {
             true => 3,
@@ -57,7 +63,8 @@ impl DFlashPipeline {
         };
         let controller =
             is_adaptive.then(|| Controller::new(worker.block_size()).ignoring_first(slow_at_first));
-        Self {
+        Ok(Self {
+            ranks: Ranks::of(&*target)?,
             target,
             worker,
             pool,
@@ -65,7 +72,7 @@ impl DFlashPipeline {
             controller,
             counters: Arc::default(),
             warnings: AtomicUsize::new(0),
-        }
+        })
     }
 
     /// The target's embedding and head. Checked at load, so an error here is a broken host.

@@ -44,6 +44,10 @@ impl DFlashPipeline {
             Some(controller) if !acceptances.is_empty() => controller.choose(&acceptances, most),
             _ => self.worker.block_size().min(most),
         };
+        let rows = match &self.ranks {
+            Some(ranks) => ranks.first_number(rows)?,
+            None => rows,
+        };
         metrics::gauge!("mistralrs_speculative_rows").set(rows as f64);
         let plain = rooms
             .into_iter()
@@ -56,6 +60,20 @@ impl DFlashPipeline {
             })
             .collect();
         Ok(Plan { rows, plain })
+    }
+
+    /// Let sequences speculate only if all ranks can.
+    pub(super) fn agree_on(&self, plan: &mut Plan) -> Result<()> {
+        let Some(ranks) = &self.ranks else {
+            return Ok(());
+        };
+        let on_all = ranks.on_all(plan.plain.iter().map(Option::is_none))?;
+        for (plain, on_all) in plan.plain.iter_mut().zip(on_all) {
+            if plain.is_none() && !on_all {
+                *plain = Some(Fallback::OtherRank);
+            }
+        }
+        Ok(())
     }
 
     /// Rows that a sequence can verify: 2 or more.

@@ -123,6 +123,7 @@ impl DFlashPipeline {
         if let StepCache::Paged(meta) = cache {
             reserve(meta, seqs, &mut plan).await;
         }
+        self.agree_on(&mut plan)?;
         for reason in plan.plain.iter().flatten() {
             self.fell_back(*reason);
         }
