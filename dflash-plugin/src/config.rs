@@ -145,7 +145,7 @@ impl DraftConfig {
             rms_norm_eps: rms_norm_eps(&keys)?,
             vocab_size,
             max_position_embeddings,
-            rope: RopeConfig::parse(&keys, max_position_embeddings)?,
+            rope: RopeConfig::parse(&keys, head_dim, max_position_embeddings)?,
             attention_bias: keys.optional_bool("attention_bias")?.unwrap_or(false),
             layers: attention::parse_layers(&keys, num_hidden_layers, is_speculators)?,
             listed_layer_ids: listed_layer_ids(&keys, num_target_layers)?,

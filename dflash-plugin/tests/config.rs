@@ -112,6 +112,23 @@ fn rope_settings_are_read_in_both_dialects() {
 }
 
 #[test]
+fn the_rotated_dims_of_a_head_are_a_factor_of_it_rounded_down() {
+    let dims = |edits: Value| parse(&with(edits)).rope.rotary_dim;
+    assert_eq!(dims(json!({})), 16);
+    for (factor, expected) in [(1.0, 16), (0.5, 8), (0.4, 6), (0.125, 2)] {
+        assert_eq!(dims(json!({ "partial_rotary_factor": factor })), expected);
+        let table = json!({"rope_type": "default", "partial_rotary_factor": factor});
+        assert_eq!(dims(json!({ "rope_scaling": table })), expected);
+        assert_eq!(dims(json!({ "rope_parameters": table })), expected);
+        let both = json!({"partial_rotary_factor": factor, "rope_parameters": table});
+        assert_eq!(dims(both), expected);
+    }
+    // Of MiMo's targets: 0.334 of 192 dims is 64.128.
+    let wide = json!({"head_dim": 192, "partial_rotary_factor": 0.334});
+    assert_eq!(dims(wide), 64);
+}
+
+#[test]
 fn yarns_attention_factor_follows_transformers() {
     let factor = |extra: Value| {
         let mut scaling = json!({

@@ -161,6 +161,43 @@ fn rope_scaling_without_its_numbers_is_refused() {
 }
 
 #[test]
+fn a_part_of_a_head_that_cannot_be_rotated_is_refused() {
+    let factor = |value: Value| with(json!({ "partial_rotary_factor": value }));
+    for bad in [json!(0), json!(0.0), json!(-0.5), json!(1.0001), json!(2)] {
+        let text = bad.as_f64().unwrap().to_string();
+        let parts = ["partial_rotary_factor", "at most 1, found", &text];
+        assert_refused(factor(bad.clone()), &parts);
+        let table = json!({"rope_type": "default", "partial_rotary_factor": bad});
+        assert_refused(
+            with(json!({ "rope_parameters": table })),
+            &["rope_parameters.partial_rotary_factor", "at most 1, found"],
+        );
+    }
+    // 5 and 1 of 16 dims, and none.
+    for (odd, dims) in [(0.32, "5"), (0.1, "1"), (0.01, "0")] {
+        let parts = ["partial_rotary_factor", "`head_dim` 16", "even number"];
+        assert_refused(factor(json!(odd)), &parts);
+        let found = format!("16 is {dims} (rounded down)");
+        assert_refused(factor(json!(odd)), &[&found]);
+    }
+    for no_number in [json!("0.5"), json!(true), json!([0.5])] {
+        assert_refused(factor(no_number), &["partial_rotary_factor", "a number"]);
+    }
+    let table = json!({"rope_type": "default", "partial_rotary_factor": 0.25});
+    assert_refused(
+        with(json!({"partial_rotary_factor": 0.5, "rope_scaling": table})),
+        &[
+            "partial_rotary_factor",
+            "0.5 contradicts `rope_scaling.partial_rotary_factor` = 0.25",
+        ],
+    );
+    assert_refused(
+        nested(json!({"partial_rotary_factor": 0.5})),
+        &["dflash_config.partial_rotary_factor", "to the top level"],
+    );
+}
+
+#[test]
 fn numbers_that_f32_cannot_hold_are_refused() {
     assert_refused(
         with(json!({"rms_norm_eps": 5e-324})),
@@ -266,10 +303,6 @@ fn other_kinds_of_draft_model_are_refused_by_name() {
         (
             json!({"hidden_act": "gelu"}),
             ["hidden_act", "expected \"silu\""],
-        ),
-        (
-            json!({"partial_rotary_factor": 0.5}),
-            ["partial_rotary_factor", "0.5"],
         ),
         (
             json!({"quantization_config": {"bits": 4}}),

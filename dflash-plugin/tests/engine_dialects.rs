@@ -12,6 +12,7 @@ use common::{assert_close, fixtures, load, materialize};
 use dflash_plugin::config::DraftConfig;
 use dflash_plugin::draft::DraftModel;
 use dflash_plugin::kv::SequenceKv;
+use dflash_plugin::pool::{DraftPool, PooledContexts};
 use dflash_plugin::worker::{DFlashWorker, DraftJob, TargetHead};
 use reference::{rows_of, Reference, Sees};
 use serde_json::{json, Value};
@@ -58,16 +59,65 @@ fn both(
     scale: f64,
     sees: Sees,
 ) -> (Tensor, Tensor) {
+    let reference = Reference::new(config.clone(), weights, 10_000.0);
+    let outputs = outputs(config, weights, reference, scale, sees);
+    (outputs.own, outputs.expected)
+}
+
+/// What is computed over a context in buffers of its own and over one in a pool, and what should be.
+struct Outputs {
+    own: Tensor,
+    pooled: Tensor,
+    expected: Tensor,
+}
+
+impl Outputs {
+    #[track_caller]
+    fn assert_close(&self, what: &str) {
+        assert_close(&format!("{what}, buffers"), &self.own, &self.expected);
+        assert_close(&format!("{what}, pool"), &self.pooled, &self.expected);
+    }
+}
+
+fn outputs(
+    config: &DraftConfig,
+    weights: &HashMap<String, Tensor>,
+    reference: Reference,
+    scale: f64,
+    sees: Sees,
+) -> Outputs {
     let model = model(config, weights);
     let taps = random(&[CONTEXT, model.taps_width()]);
     let block = random(&[BLOCK, model.hidden_size()]);
-    let kv = context(&model, &taps);
-    let found = model.forward_block(&block.unsqueeze(0).unwrap(), &[&kv]);
-    let reference = Reference::new(config.clone(), weights, 10_000.0);
+    let embeds = block.unsqueeze(0).unwrap();
+    let own = model.forward_block(&embeds, &[&context(&model, &taps)]);
     let scaled = (block * scale).unwrap();
     let rows = reference.forward(&rows_of(&taps), &rows_of(&scaled), sees);
     let expected = Tensor::from_vec(rows.concat(), (BLOCK, model.hidden_size()), &CPU);
-    (found.unwrap().squeeze(0).unwrap(), expected.unwrap())
+    Outputs {
+        own: own.unwrap().squeeze(0).unwrap(),
+        pooled: pooled(&model, &taps, &embeds).squeeze(0).unwrap(),
+        expected: expected.unwrap(),
+    }
+}
+
+fn pooled(model: &DraftModel, taps: &Tensor, embeds: &Tensor) -> Tensor {
+    let size = 8;
+    let pool = DraftPool::new(model.config(), DType::F32, &CPU, 4, size).unwrap();
+    let table = vec![2, 0, 3];
+    let positions: Vec<usize> = (0..CONTEXT).collect();
+    let slot = |position: &usize| table[position / size] * size + position % size;
+    let slots: Vec<usize> = positions.iter().map(slot).collect();
+    let fused = model.fuse(taps).unwrap();
+    model
+        .context_to_pool(&fused, &positions, &pool, &slots)
+        .unwrap();
+    let contexts = PooledContexts {
+        pool: &pool,
+        tables: vec![table],
+        lens: vec![CONTEXT],
+    };
+    model.forward_block_pooled(embeds, &contexts).unwrap()
 }
 
 #[test]
@@ -106,6 +156,37 @@ fn sliding_layers_that_are_declared_not_causal_reach_as_far_ahead_as_back() {
         let sees = |_, query: usize, key: usize| query.abs_diff(key) < window;
         let (found, expected) = both(&config, &weights(), 1.0, &sees);
         assert_close("not causal", &found, &expected);
+    }
+}
+
+/// Dims behind the rotated ones pass as they are, in the context's keys, the block's and the queries.
+#[test]
+fn rope_on_a_part_of_each_head() {
+    let table = |kind: &str, factor: f64| {
+        let mut config = json!({"rope_type": "default", "partial_rotary_factor": factor});
+        if kind == "rope_parameters" {
+            config["rope_theta"] = 10_000.0.into();
+        }
+        config
+    };
+    // Heads have 16 dims; 0.4 of them is 6.4.
+    for (factor, rotary) in [(0.5, 8), (0.25, 4), (0.4, 6), (0.125, 2), (1.0, 16)] {
+        for kind in ["partial_rotary_factor", "rope_scaling", "rope_parameters"] {
+            for interleaved in [false, true] {
+                let config = config(|json| {
+                    json["is_neox_style"] = (!interleaved).into();
+                    json[kind] = match kind {
+                        "partial_rotary_factor" => factor.into(),
+                        _ => table(kind, factor),
+                    };
+                });
+                let weights = weights();
+                let reference = Reference::new(config.clone(), &weights, 10_000.0);
+                let reference = reference.rotating(rotary, interleaved);
+                let outputs = outputs(&config, &weights, reference, 1.0, &|_, _, _| true);
+                outputs.assert_close(&format!("{kind} {factor}, interleaved {interleaved}"));
+            }
+        }
     }
 }
 

@@ -29,7 +29,7 @@ fn norm_rope_is_that_of_f64() -> Result<()> {
         let eps = random.one_of(&[1e-6f32, 1e-5]);
         let x = random.normals(rows * all * head_dim, dtype);
         let weight = random.normals(heads * head_dim, DType::F32);
-        let half = head_dim / 2;
+        let half = random.one_of(&[head_dim / 2, (head_dim / 4).max(1), 1]);
         let angles = random.normals(rows * half, DType::F32);
         let cos: Vec<f32> = angles.iter().map(|a| a.cos()).collect();
         let sin: Vec<f32> = angles.iter().map(|a| a.sin()).collect();
@@ -44,7 +44,7 @@ fn norm_rope_is_that_of_f64() -> Result<()> {
                 let normed: Vec<f64> = (0..head_dim)
                     .map(|d| x[d] * scale * weight[head * head_dim + d] as f64)
                     .collect();
-                for d in 0..head_dim {
+                for d in 0..2 * half {
                     let (pair, partner, is_second) = match interleaved {
                         true => (d / 2, d ^ 1, d % 2 == 1),
                         false if d < half => (d, d + half, false),
@@ -54,6 +54,7 @@ fn norm_rope_is_that_of_f64() -> Result<()> {
                     let sign = if is_second { 1.0 } else { -1.0 };
                     expected.push(normed[d] * c + sign * normed[partner] * s);
                 }
+                expected.extend(&normed[2 * half..]);
             }
         }
         let x = tensor(&x, (rows, all, head_dim), dtype)?;
@@ -71,7 +72,7 @@ fn norm_rope_is_that_of_f64() -> Result<()> {
         let error = error(&values(&found)?, &expected);
         assert!(
             error < tolerance(dtype),
-            "{dtype:?} {rows} x {heads} x {head_dim}, interleaved {interleaved}: {error}"
+            "{dtype:?} {rows} x {heads} x {head_dim}, {half} pairs, interleaved {interleaved}: {error}"
         );
     }
     Ok(())
@@ -142,6 +143,14 @@ fn what_does_not_fit_is_refused() -> Result<()> {
     };
     for dims in [vec![3, 1, 8], vec![3, 2, 6], vec![4, 2, 8], vec![3, 16]] {
         assert!(norm_rope(&zeros(&dims)?, &spec).is_err(), "{dims:?}");
+    }
+    for half in [0, 3, 5] {
+        let (cos, heads) = (zeros(&[3, half])?, zeros(&[3, 2, 8])?);
+        let narrow = NormRope { cos: &cos, ..spec };
+        assert!(norm_rope(&heads, &narrow).is_err(), "{half} beside 4");
+        let (cos, sin) = (&cos, &cos);
+        let both = norm_rope(&heads, &NormRope { cos, sin, ..spec });
+        assert_eq!(both.is_ok(), half == 3, "{half}");
     }
     assert!(silu_mul(&zeros(&[2, 7])?).is_err());
     assert!(silu_mul(&zeros(&[2, 2, 4])?).is_err());

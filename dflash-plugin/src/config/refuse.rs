@@ -77,12 +77,6 @@ pub(super) fn refuse_unsupported(keys: &Keys) -> Result<()> {
     one_of(keys, "attention_mode", &["gqa", "mha"], "another attention")?;
     one_of(keys, "hidden_act", &["silu", "swish"], "another activation")?;
     only_number(keys, "attention_value_scale", 1.0, SINKS)?;
-    only_number(
-        keys,
-        "partial_rotary_factor",
-        1.0,
-        "RoPE on a part of each head",
-    )?;
     for name in keys.nested_names() {
         let foreign = FOREIGN.iter().any(|(key, _)| *key == name);
         if !foreign && !KNOWN_NESTED.contains(&name) {

@@ -16,6 +16,8 @@ pub struct RopeConfig {
     /// Whether neighbours are rotated together, `(0, 1), (2, 3), ..`, instead of halves,
     /// `(0, d/2), (1, d/2 + 1), ..` (`is_neox_style: false`).
     pub interleaved: bool,
+    /// The first dims of each head, the `d` above: an even number. The other dims pass unrotated.
+    pub rotary_dim: usize,
 }
 
 /// Frequency scaling, as defined by transformers' `modeling_rope_utils`.
@@ -57,7 +59,7 @@ pub enum RopeScaling {
 }
 
 impl RopeConfig {
-    pub(super) fn parse(keys: &Keys, max_positions: usize) -> Result<Self> {
+    pub(super) fn parse(keys: &Keys, head_dim: usize, max_positions: usize) -> Result<Self> {
         let table = Table::find(keys)?;
         let theta = theta(keys, table.as_ref())?;
         let scaling = match &table {
@@ -68,27 +70,29 @@ impl RopeConfig {
             theta,
             scaling,
             interleaved: interleaved(keys)?,
+            rotary_dim: rotary_dim(keys, table.as_ref(), head_dim)?,
         })
     }
 }
 
+/// A number that may be at the top level or in the table.
+fn agreed<'a>(keys: &Keys<'a>, table: Option<&Table<'a>>, key: &str) -> Result<Option<Entry<'a>>> {
+    let nested = table.and_then(|table| table.get(key));
+    match (keys.top(key), nested) {
+        (Some(top), Some(nested)) if top.number()? != nested.number()? => Err(top.error(format!(
+            "{} contradicts `{}` = {}; keep one",
+            top.value, nested.path, nested.value
+        ))),
+        (top, nested) => Ok(nested.or(top)),
+    }
+}
+
 fn theta(keys: &Keys, table: Option<&Table>) -> Result<f64> {
-    let top = keys.top("rope_theta");
-    let nested = table.and_then(|table| table.get("rope_theta"));
-    let entry = match (&top, &nested) {
-        (None, None) => {
-            return Err(DFlashError::config(
-                "rope_theta",
-                "missing; add it at the top level or in `rope_parameters`",
-            ))
-        }
-        (Some(top), Some(nested)) if top.number()? != nested.number()? => {
-            return Err(top.error(format!(
-                "{} contradicts `{}` = {}; keep one",
-                top.value, nested.path, nested.value
-            )))
-        }
-        (_, Some(entry)) | (Some(entry), None) => entry,
+    let Some(entry) = agreed(keys, table, "rope_theta")? else {
+        return Err(DFlashError::config(
+            "rope_theta",
+            "missing; add it at the top level or in `rope_parameters`",
+        ));
     };
     match entry.number()? {
         theta if theta > 1.0 => Ok(theta),
@@ -105,6 +109,31 @@ fn interleaved(keys: &Keys) -> Result<bool> {
             format!("{a} contradicts `rope_is_neox_style` = {b}; keep one"),
         )),
         (style, alias) => Ok(!style.or(alias).unwrap_or(true)),
+    }
+}
+
+/// How many dims of a head are rotated: `partial_rotary_factor` of them, rounded down as transformers
+/// and vLLM do.
+fn rotary_dim(keys: &Keys, table: Option<&Table>, head_dim: usize) -> Result<usize> {
+    const KEY: &str = "partial_rotary_factor";
+    if let Some(entry) = keys.nested(KEY) {
+        return Err(entry.error("no engine reads it here; move it to the top level"));
+    }
+    let Some(entry) = agreed(keys, table, KEY)? else {
+        return Ok(head_dim);
+    };
+    let factor = entry.number()?;
+    if !(factor > 0.0 && factor <= 1.0) {
+        return Err(entry.error(format!(
+            "expected a number above 0 and at most 1, found {factor}"
+        )));
+    }
+    match (head_dim as f64 * factor) as usize {
+        dims if dims >= 2 && dims % 2 == 0 => Ok(dims),
+        dims => Err(entry.error(format!(
+            "{factor} of `head_dim` {head_dim} is {dims} (rounded down), expected an even number of \
+             at least 2 (RoPE rotates pairs)"
+        ))),
     }
 }
 
@@ -162,17 +191,6 @@ impl<'a> Table<'a> {
     }
 
     fn scaling(&self, keys: &Keys, max_positions: usize) -> Result<RopeScaling> {
-        if let Some(entry) = self.get("partial_rotary_factor") {
-            if entry.number()? != 1.0 {
-                return Err(DFlashError::unsupported(
-                    &entry.path,
-                    format!(
-                        "RoPE on a part of each head; expected 1, found {}",
-                        entry.value
-                    ),
-                ));
-            }
-        }
         let kind = self.get("rope_type").or_else(|| self.get("type"));
         match &kind {
             None => Ok(RopeScaling::Default),

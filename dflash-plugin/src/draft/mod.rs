@@ -125,12 +125,7 @@ impl DraftModel {
             context_k_norm: Tensor::cat(&key_norms, 0)?.contiguous()?,
             layer_k_norms: Tensor::stack(&layer_k_norms, 0)?.contiguous()?,
             unit_norm: Tensor::ones(config.head_dim, DType::F32, &device)?,
-            rope: RopeTable::new(
-                &config.rope,
-                config.head_dim,
-                config.max_position_embeddings,
-                &device,
-            ),
+            rope: RopeTable::new(&config.rope, config.max_position_embeddings, &device),
             patterns,
             config: config.clone(),
             dtype,

@@ -2,7 +2,7 @@
 
 use std::sync::{PoisonError, RwLock};
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, D};
 use candle_nn::rotary_emb::{rope, rope_i};
 use dflash_kernels::{norm_rope, NormRope};
 
@@ -19,11 +19,11 @@ pub(super) struct RopeTable {
     interleaved: bool,
     max_positions: usize,
     device: Device,
-    /// cos and sin, each `[positions, head_dim / 2]`.
+    /// cos and sin, each `[positions, rotary_dim / 2]`.
     tables: RwLock<Option<(Tensor, Tensor)>>,
 }
 
-/// cos and sin of some rows, each `[rows, head_dim / 2]`.
+/// cos and sin of some rows, each `[rows, rotary_dim / 2]`.
 pub(super) struct RopeRows {
     pub cos: Tensor,
     pub sin: Tensor,
@@ -31,7 +31,7 @@ pub(super) struct RopeRows {
 }
 
 impl RopeTable {
-    pub fn new(cfg: &RopeConfig, head_dim: usize, max_positions: usize, device: &Device) -> Self {
+    pub fn new(cfg: &RopeConfig, max_positions: usize, device: &Device) -> Self {
         let attention_factor = match cfg.scaling {
             RopeScaling::Yarn {
                 attention_factor, ..
@@ -39,7 +39,7 @@ impl RopeTable {
             _ => 1.0,
         };
         Self {
-            inv_freq: inverse_frequencies(cfg, head_dim),
+            inv_freq: inverse_frequencies(cfg),
             attention_factor,
             interleaved: cfg.interleaved,
             max_positions,
@@ -141,8 +141,19 @@ impl RopeTable {
 }
 
 impl RopeRows {
-    /// Rotates `[heads, rows, head_dim]`, contiguous f32.
+    /// Rotates the first dims of `[heads, rows, head_dim]`, contiguous f32.
     pub fn rotate(&self, x: &Tensor) -> Result<Tensor> {
+        let (head_dim, rotary_dim) = (x.dim(D::Minus1)?, 2 * self.cos.dim(1)?);
+        if rotary_dim == head_dim {
+            return self.rotate_all(x);
+        }
+        let turned = self.rotate_all(&x.narrow(D::Minus1, 0, rotary_dim)?.contiguous()?)?;
+        let rest = x.narrow(D::Minus1, rotary_dim, head_dim - rotary_dim)?;
+        Ok(Tensor::cat(&[turned, rest.contiguous()?], D::Minus1)?)
+    }
+
+    /// `[heads, rows, rotary_dim]`, contiguous f32.
+    fn rotate_all(&self, x: &Tensor) -> Result<Tensor> {
         let x = x.unsqueeze(0)?;
         let rotated = match self.interleaved {
             true => rope_i(&x, &self.cos, &self.sin)?,
@@ -174,12 +185,13 @@ impl RopeRows {
     }
 }
 
-/// Radians a position for each of the `head_dim / 2` rotated pairs.
+/// Radians a position for each of the `rotary_dim / 2` rotated pairs.
 ///
 /// Formulas of transformers' `modeling_rope_utils`.
-fn inverse_frequencies(cfg: &RopeConfig, head_dim: usize) -> Vec<f32> {
-    let base: Vec<f64> = (0..head_dim / 2)
-        .map(|i| cfg.theta.powf(-(2.0 * i as f64) / head_dim as f64))
+fn inverse_frequencies(cfg: &RopeConfig) -> Vec<f32> {
+    let dim = cfg.rotary_dim as f64;
+    let base: Vec<f64> = (0..cfg.rotary_dim / 2)
+        .map(|i| cfg.theta.powf(-(2.0 * i as f64) / dim))
         .collect();
     let scaled: Vec<f64> = match &cfg.scaling {
         RopeScaling::Default => base,
@@ -205,7 +217,6 @@ fn inverse_frequencies(cfg: &RopeConfig, head_dim: usize) -> Vec<f32> {
             truncate,
             ..
         } => {
-            let dim = head_dim as f64;
             // The (fractional) dimension that turns `rotations` times over the original context.
             let dimension = |rotations: f64| {
                 dim * (original_positions / (rotations * std::f64::consts::TAU)).ln()

@@ -58,6 +58,9 @@ pub fn check_config(config: &DraftConfig) -> Result<Outcome, String> {
     if config.layers.len() != config.num_hidden_layers || config.group_size() == 0 {
         return Err(format!("accepted with contradicting sizes: {config:?}"));
     }
+    if !(2..=config.head_dim).contains(&rope.rotary_dim) || !rope.rotary_dim.is_multiple_of(2) {
+        return Err(format!("accepted with RoPE on no whole pairs: {config:?}"));
+    }
     for layers in [0, 1, 2, 3, 4, 6, 12, 30, 512, 100_000] {
         match config.target_layer_ids(layers) {
             Ok(ids) if ids.len() == config.num_taps() && ids.iter().all(|id| *id < layers) => (),

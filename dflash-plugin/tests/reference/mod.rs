@@ -1,5 +1,6 @@
 //! The draft model once more, in plain loops over f64 and with a mask that a test chooses: what the
-//! crate's attention, KV and windows are compared with. RoPE of the default kind only.
+//! crate's attention, KV, windows and rotated dims are compared with. RoPE of the default kind only.
+#![allow(dead_code)] // each test binary uses a part
 
 use std::collections::HashMap;
 
@@ -13,6 +14,10 @@ pub struct Reference {
     config: DraftConfig,
     weights: HashMap<String, Rows>,
     theta: f64,
+    /// The first dims of each head, which are rotated.
+    rotary: usize,
+    /// Whether pairs are neighbours.
+    interleaved: bool,
 }
 
 /// Whether the block's row at `query` sees the key at `key`, both absolute positions, in a layer.
@@ -30,9 +35,20 @@ impl Reference {
     pub fn new(config: DraftConfig, weights: &HashMap<String, Tensor>, theta: f64) -> Self {
         let weights = weights.iter().map(|(name, t)| (name.clone(), rows_of(t)));
         Self {
+            rotary: config.head_dim,
             config,
             weights: weights.collect(),
             theta,
+            interleaved: false,
+        }
+    }
+
+    /// Rotates the first `rotary` dims of a head only, in neighbours if `interleaved`.
+    pub fn rotating(self, rotary: usize, interleaved: bool) -> Self {
+        Self {
+            rotary,
+            interleaved,
+            ..self
         }
     }
 
@@ -94,21 +110,27 @@ impl Reference {
             .iter()
             .enumerate()
             .map(|(row, heads)| {
-                let turned = heads.chunks(dim).flat_map(|head| {
-                    let head = self.rms(head, norm);
-                    (0..dim).map(move |i| {
-                        let (pair, half) = (i % (dim / 2), dim / 2);
-                        let power = -2.0 * pair as f64 / dim as f64;
-                        let angle = (start + row) as f64 * self.theta.powf(power);
-                        match i < half {
-                            true => head[i] * angle.cos() - head[i + half] * angle.sin(),
-                            false => head[i] * angle.cos() + head[i - half] * angle.sin(),
-                        }
-                    })
-                });
+                let turned = heads
+                    .chunks(dim)
+                    .flat_map(|head| self.rotate(self.rms(head, norm), (start + row) as f64));
                 turned.collect()
             })
             .collect()
+    }
+
+    fn rotate(&self, head: Vec<f64>, position: f64) -> Vec<f64> {
+        let mut turned = head.clone();
+        for pair in 0..self.rotary / 2 {
+            let (a, b) = match self.interleaved {
+                true => (2 * pair, 2 * pair + 1),
+                false => (pair, pair + self.rotary / 2),
+            };
+            let power = -2.0 * pair as f64 / self.rotary as f64;
+            let (sin, cos) = (position * self.theta.powf(power)).sin_cos();
+            turned[a] = head[a] * cos - head[b] * sin;
+            turned[b] = head[b] * cos + head[a] * sin;
+        }
+        turned
     }
 
     fn attend(&self, q: &[f64], k: &Rows, v: &Rows, sees: impl Fn(usize) -> bool) -> Vec<f64> {

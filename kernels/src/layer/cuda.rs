@@ -45,7 +45,12 @@ unsafe impl DeviceRepr for NormRopeParams {}
 unsafe impl DeviceRepr for SiluMulParams {}
 
 /// Why the kernel does not cover these sizes.
-pub(super) fn unsupported(rows: usize, head_dim: usize) -> Option<String> {
+pub(super) fn unsupported(rows: usize, head_dim: usize, rotary_dim: usize) -> Option<String> {
+    if rotary_dim != head_dim {
+        return Some(format!(
+            "RoPE on {rotary_dim} of the {head_dim} dims of a head"
+        ));
+    }
     if rows > 65_535 {
         return Some("more than 65535 rows".into());
     }

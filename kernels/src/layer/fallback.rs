@@ -1,6 +1,6 @@
 //! The same from candle's operations.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, D};
 use candle_nn::ops::rms_norm;
 use candle_nn::rotary_emb::{rope, rope_i};
 
@@ -14,9 +14,18 @@ pub(super) fn norm_rope(x: &Tensor, spec: &NormRope) -> Result<Tensor> {
     // [rows, heads, 1, head_dim]: each row is a sequence of one position.
     let normed = normed.unsqueeze(2)?;
     let (cos, sin) = (spec.cos.unsqueeze(1)?, spec.sin.unsqueeze(1)?);
+    let rotary_dim = 2 * cos.dim(D::Minus1)?;
+    let first = normed.narrow(D::Minus1, 0, rotary_dim)?.contiguous()?;
     let turned = match spec.interleaved {
-        true => rope_i(&normed, &cos, &sin)?,
-        false => rope(&normed, &cos, &sin)?,
+        true => rope_i(&first, &cos, &sin)?,
+        false => rope(&first, &cos, &sin)?,
+    };
+    let turned = match head_dim - rotary_dim {
+        0 => turned,
+        rest => {
+            let rest = normed.narrow(D::Minus1, rotary_dim, rest)?.contiguous()?;
+            Tensor::cat(&[turned, rest], D::Minus1)?
+        }
     };
     turned.squeeze(2)?.to_dtype(x.dtype())
 }

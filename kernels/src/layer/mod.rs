@@ -18,11 +18,12 @@ static SLOW: SlowPath = SlowPath::new("norm_rope");
 pub struct NormRope<'a> {
     /// f32 `[heads, head_dim]`: weights of the RMS norm over each head.
     pub weight: &'a Tensor,
-    /// f32 `[rows, head_dim / 2]`, for each row's position.
+    /// f32 `[rows, rotary_dim / 2]`, for each row's position; the first `rotary_dim` dims of a head are
+    /// rotated.
     pub cos: &'a Tensor,
-    /// f32 `[rows, head_dim / 2]`.
+    /// f32 `[rows, rotary_dim / 2]`.
     pub sin: &'a Tensor,
-    /// Pairs are neighbours (`2i`, `2i + 1`); otherwise `i`, `i + head_dim / 2`.
+    /// Pairs are neighbours (`2i`, `2i + 1`); otherwise `i`, `i + rotary_dim / 2`.
     pub interleaved: bool,
     /// Epsilon of the norm.
     pub eps: f32,
@@ -30,6 +31,7 @@ pub struct NormRope<'a> {
 
 /// Norms and rotates the first `heads` heads of each row: `[rows, heads or more, head_dim]` (f32, bf16 or
 /// f16) to `[rows, heads, head_dim]`, with as many heads as `spec.weight` has rows. In f32, rounded once.
+/// The kernel rotates whole heads only.
 ///
 /// # Errors
 /// When shapes, dtypes or devices do not fit.
@@ -48,12 +50,20 @@ pub fn norm_rope(x: &Tensor, spec: &NormRope) -> Result<Tensor> {
         }
     };
     expect("weight", spec.weight, &[heads, head_dim], DType::F32, x)?;
+    let half = spec.cos.dims().last().copied().unwrap_or(0);
+    if !(1..=head_dim / 2).contains(&half) {
+        return Err(mismatch(
+            "width of the RoPE tables",
+            format!("from 1 to {}, half the head dim", head_dim / 2),
+            half.to_string(),
+        ));
+    }
     for (what, table) in [("cos", spec.cos), ("sin", spec.sin)] {
-        expect(what, table, &[rows, head_dim / 2], DType::F32, x)?;
+        expect(what, table, &[rows, half], DType::F32, x)?;
     }
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && rows * heads > 0 {
-        match cuda::unsupported(rows, head_dim) {
+        match cuda::unsupported(rows, head_dim, 2 * half) {
             None => return cuda::norm_rope(x, spec),
             Some(why) => SLOW.note(&why),
         }
