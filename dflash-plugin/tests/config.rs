@@ -129,6 +129,47 @@ fn the_rotated_dims_of_a_head_are_a_factor_of_it_rounded_down() {
 }
 
 #[test]
+fn forced_windows_are_those_of_all_layers_and_leave_causality_alone() {
+    let layers = |json: Value| {
+        let layers = parse(&json).layers;
+        assert_eq!(layers.len(), 2);
+        assert_eq!(layers[0], layers[1]);
+        (layers[0].window, layers[0].causal)
+    };
+    let swa = json!({"use_swa": true, "swa_window_size": 12});
+    let forced = |edits: Value| {
+        let mut json = with(edits);
+        for (key, value) in swa.as_object().unwrap() {
+            json["dflash_config"][key] = value.clone();
+        }
+        json
+    };
+    assert_eq!(layers(nested(swa.clone())), (Some(12), false));
+    assert_eq!(layers(with(swa.clone())), (Some(12), false));
+    let types = |kind: &str| json!({"layer_types": [kind, kind]});
+    assert_eq!(layers(forced(types("full_attention"))), (Some(12), false));
+    assert_eq!(layers(forced(types("sliding_attention"))), (Some(12), true));
+    let causal = json!({"is_causal": true});
+    assert_eq!(layers(forced(causal)), (Some(12), true));
+    let causal = nested(json!({"use_swa": true, "swa_window_size": 12, "causal": true}));
+    assert_eq!(layers(causal), (Some(12), true));
+    // The window by its other key, and that key switched off.
+    let other = json!({"use_swa": true, "sliding_window": 9});
+    assert_eq!(layers(with(other)), (Some(9), false));
+    let both = json!({"sliding_window": 12, "use_sliding_window": true});
+    assert_eq!(layers(forced(both)), (Some(12), false));
+    let off = json!({"sliding_window": 9, "use_sliding_window": false});
+    assert_eq!(layers(forced(off)), (Some(12), false));
+    assert_eq!(parse(&nested(swa.clone())).context_rows(), Some(11));
+    // Without the switch the size is that of layers which slide by their type.
+    let mut sized = with(types("sliding_attention"));
+    sized["dflash_config"]["swa_window_size"] = 7.into();
+    assert_eq!(layers(sized), (Some(7), true));
+    let off = nested(json!({"use_swa": false, "swa_window_size": 7}));
+    assert_eq!(layers(off), (None, false));
+}
+
+#[test]
 fn yarns_attention_factor_follows_transformers() {
     let factor = |extra: Value| {
         let mut scaling = json!({

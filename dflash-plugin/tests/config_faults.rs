@@ -198,6 +198,54 @@ fn a_part_of_a_head_that_cannot_be_rotated_is_refused() {
 }
 
 #[test]
+fn forced_windows_without_one_size_for_all_layers_are_refused() {
+    let swa = |edits: Value| {
+        let mut json = with(edits);
+        json["dflash_config"]["use_swa"] = true.into();
+        json
+    };
+    let missing = [
+        "dflash_config.swa_window_size",
+        "missing",
+        "`use_swa`",
+        "add",
+    ];
+    assert_refused(swa(json!({})), &missing);
+    assert_refused(
+        swa(json!({"sliding_window": 8, "use_sliding_window": false})),
+        &missing,
+    );
+    assert_refused(
+        swa(json!({"swa_window_size": 12, "sliding_window": 8})),
+        &["swa_window_size", "12 contradicts `sliding_window` = 8"],
+    );
+    for bad in [json!(0), json!(-1), json!(1.5), json!("8")] {
+        assert_refused(
+            swa(json!({ "swa_window_size": bad })),
+            &["swa_window_size", "expected"],
+        );
+    }
+    assert_refused(
+        swa(json!({
+            "swa_window_size": 12, "layer_types": ["sliding_attention", "full_attention"]
+        })),
+        &["layer_types", "full ones", "`use_swa`"],
+    );
+    assert_refused(
+        nested(json!({"use_swa": 1, "swa_window_size": 12})),
+        &["dflash_config.use_swa", "true or false"],
+    );
+    assert_refused(
+        nested(json!({"swa_window_size": 12})),
+        &["dflash_config.swa_window_size", "use_swa` is missing"],
+    );
+    let sliding = json!(["sliding_attention", "sliding_attention"]);
+    let mut both = with(json!({"layer_types": sliding, "sliding_window": 8}));
+    both["dflash_config"]["swa_window_size"] = 12.into();
+    assert_refused(both, &["12 contradicts `sliding_window` = 8"]);
+}
+
+#[test]
 fn numbers_that_f32_cannot_hold_are_refused() {
     assert_refused(
         with(json!({"rms_norm_eps": 5e-324})),
@@ -278,10 +326,13 @@ fn other_kinds_of_draft_model_are_refused_by_name() {
             json!({"shift_label": true}),
             ["dflash_config.shift_label", "Domino"],
         ),
-        (json!({"use_swa": true}), ["dflash_config.use_swa", "MiMo"]),
         (
             json!({"attention_sink_bias": true}),
             ["attention_sink_bias", "sinks"],
+        ),
+        (
+            json!({"use_swa": true, "swa_window_size": 8, "attention_sink_bias": true}),
+            ["dflash_config.attention_sink_bias", "sinks"],
         ),
         (
             json!({"attention_value_scale": 0.7}),
@@ -303,6 +354,14 @@ fn other_kinds_of_draft_model_are_refused_by_name() {
         (
             json!({"hidden_act": "gelu"}),
             ["hidden_act", "expected \"silu\""],
+        ),
+        (
+            json!({"add_swa_attention_sink_bias": true}),
+            ["add_swa_attention_sink_bias", "sinks"],
+        ),
+        (
+            json!({"add_full_attention_sink_bias": true}),
+            ["add_full_attention_sink_bias", "sinks"],
         ),
         (
             json!({"quantization_config": {"bits": 4}}),
@@ -329,7 +388,8 @@ fn other_kinds_of_draft_model_are_refused_by_name() {
 #[test]
 fn features_that_are_switched_off_are_accepted() {
     parse(&nested(json!({
-        "markov_rank": 0, "use_swa": false, "attention_sink_bias": false, "shift_label": false,
+        "markov_rank": 0, "use_swa": false, "swa_window_size": 0, "shift_label": false,
+        "attention_sink_bias": false,
         "projector_type": "dflash", "attention_value_scale": 1.0, "pure_draft_prefix_len": 1
     })));
     parse(&with(json!({

@@ -159,6 +159,39 @@ fn sliding_layers_that_are_declared_not_causal_reach_as_far_ahead_as_back() {
     }
 }
 
+#[test]
+fn windows_that_are_forced_on_every_layer() {
+    // `is_causal`, `dflash_config.causal`, and what follows from them.
+    let cases = [
+        (None, None, false),
+        (Some(true), None, true),
+        (None, Some(true), true),
+        (Some(false), Some(true), false),
+    ];
+    for window in [1, 3, 12, 100] {
+        for (top, nested, causal) in cases {
+            for types in [false, true] {
+                let config = config(|json| {
+                    json["is_causal"] = json!(top);
+                    json["dflash_config"] =
+                        json!({"use_swa": true, "swa_window_size": window, "causal": nested});
+                    if !types {
+                        json["layer_types"] = Value::Null;
+                    }
+                });
+                let sees = |_, query: usize, key: usize| {
+                    query.abs_diff(key) < window && (!causal || key <= query)
+                };
+                let weights = weights();
+                let reference = Reference::new(config.clone(), &weights, 10_000.0);
+                let outputs = outputs(&config, &weights, reference, 1.0, &sees);
+                let what = format!("window {window}, causal {causal}, layer types {types}");
+                outputs.assert_close(&what);
+            }
+        }
+    }
+}
+
 /// Dims behind the rotated ones pass as they are, in the context's keys, the block's and the queries.
 #[test]
 fn rope_on_a_part_of_each_head() {

@@ -83,6 +83,7 @@ const CONFIG_KEYS: &[&str] = &[
     "target_layer_ids",
     "truncate",
     "type",
+    "swa_window_size",
     "use_swa",
     "use_sliding_window",
     "vocab_size",

@@ -15,7 +15,7 @@ const DOMINO: &str = "Domino (a projector behind the draft model)";
 const SPECULATORS: &str =
     "a key of the speculators format without its `speculators_model_type`; add that, or convert the \
      config to z-lab's keys";
-const SINKS: &str = "attention sinks, a value scale or forced windows (MiMo)";
+const SINKS: &str = "attention sinks or a value scale (MiMo)";
 
 /// Keys that, when switched on at the top level or in `dflash_config`, mean another model.
 const FOREIGN: &[(&str, &str)] = &[
@@ -35,8 +35,7 @@ const FOREIGN: &[(&str, &str)] = &[
     ("gru_hidden_dim", DOMINO),
     ("attention_sink_bias", SINKS),
     ("add_swa_attention_sink_bias", SINKS),
-    ("use_swa", SINKS),
-    ("swa_window_size", SINKS),
+    ("add_full_attention_sink_bias", SINKS),
     ("n_routed_experts", "a mixture of experts"),
     ("num_experts", "a mixture of experts"),
     ("mlp_bias", "an MLP with biases"),
@@ -59,8 +58,10 @@ const KNOWN_NESTED: &[&str] = &[
     "sample_from_anchor",
     "attention_mode",
     "sliding_window",
+    "swa_window_size",
     "target_hidden_size",
     "target_layer_ids",
+    "use_swa",
 ];
 
 /// Fails when the config asks for something that is not implemented.
