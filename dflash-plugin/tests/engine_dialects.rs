@@ -223,6 +223,25 @@ fn rope_on_a_part_of_each_head() {
     }
 }
 
+/// The bounds of YaRN's blend are those of the rotated dims, 0 and 2 of the 4 pairs, and its factor is
+/// on these dims alone: `dim = int(head_dim * partial_rotary_factor)` in transformers' formula.
+#[test]
+fn yarn_on_a_part_of_each_head() {
+    let config = config(|json| {
+        json["rope_scaling"] = json!({
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128,
+            "partial_rotary_factor": 0.5
+        });
+    });
+    let weights = weights();
+    // 1, 0.1, 0.01 and 0.001, of which the second is half, the last two are wholly stretched.
+    let frequencies = [1.0, 0.0625, 0.0025, 0.000_25];
+    let reference = Reference::new(config.clone(), &weights, 10_000.0);
+    let reference = reference.scaled(&frequencies, 0.1 * 4f64.ln() + 1.0);
+    let outputs = outputs(&config, &weights, reference, 1.0, &|_, _, _| true);
+    outputs.assert_close("YaRN");
+}
+
 #[test]
 fn an_embedding_scale() {
     let config = config(|json| json["input_embedding_scale"] = 0.125.into());

@@ -1,5 +1,6 @@
 //! The draft model once more, in plain loops over f64 and with a mask that a test chooses: what the
-//! crate's attention, KV, windows and rotated dims are compared with. RoPE of the default kind only.
+//! crate's attention, KV, windows and rotated dims are compared with. RoPE is of the default kind
+//! unless a test gives its numbers.
 #![allow(dead_code)] // each test binary uses a part
 
 use std::collections::HashMap;
@@ -13,9 +14,11 @@ type Rows = Vec<Vec<f64>>;
 pub struct Reference {
     config: DraftConfig,
     weights: HashMap<String, Rows>,
+    /// Radians a position of each rotated pair, the first dims of a head.
+    frequencies: Vec<f64>,
+    /// Factor on cos and sin.
+    amplitude: f64,
     theta: f64,
-    /// The first dims of each head, which are rotated.
-    rotary: usize,
     /// Whether pairs are neighbours.
     interleaved: bool,
 }
@@ -35,7 +38,8 @@ impl Reference {
     pub fn new(config: DraftConfig, weights: &HashMap<String, Tensor>, theta: f64) -> Self {
         let weights = weights.iter().map(|(name, t)| (name.clone(), rows_of(t)));
         Self {
-            rotary: config.head_dim,
+            frequencies: frequencies(theta, config.head_dim),
+            amplitude: 1.0,
             config,
             weights: weights.collect(),
             theta,
@@ -46,8 +50,17 @@ impl Reference {
     /// Rotates the first `rotary` dims of a head only, in neighbours if `interleaved`.
     pub fn rotating(self, rotary: usize, interleaved: bool) -> Self {
         Self {
-            rotary,
+            frequencies: frequencies(self.theta, rotary),
             interleaved,
+            ..self
+        }
+    }
+
+    /// Rotates as many pairs as there are frequencies.
+    pub fn scaled(self, frequencies: &[f64], amplitude: f64) -> Self {
+        Self {
+            frequencies: frequencies.to_vec(),
+            amplitude,
             ..self
         }
     }
@@ -120,13 +133,13 @@ impl Reference {
 
     fn rotate(&self, head: Vec<f64>, position: f64) -> Vec<f64> {
         let mut turned = head.clone();
-        for pair in 0..self.rotary / 2 {
+        for (pair, frequency) in self.frequencies.iter().enumerate() {
             let (a, b) = match self.interleaved {
                 true => (2 * pair, 2 * pair + 1),
-                false => (pair, pair + self.rotary / 2),
+                false => (pair, pair + self.frequencies.len()),
             };
-            let power = -2.0 * pair as f64 / self.rotary as f64;
-            let (sin, cos) = (position * self.theta.powf(power)).sin_cos();
+            let (sin, cos) = (position * frequency).sin_cos();
+            let (sin, cos) = (self.amplitude * sin, self.amplitude * cos);
             turned[a] = head[a] * cos - head[b] * sin;
             turned[b] = head[b] * cos + head[a] * sin;
         }
@@ -153,6 +166,13 @@ impl Reference {
         });
         heads.collect()
     }
+}
+
+fn frequencies(theta: f64, rotary: usize) -> Vec<f64> {
+    let power = |pair: usize| -2.0 * pair as f64 / rotary as f64;
+    (0..rotary / 2)
+        .map(|pair| theta.powf(power(pair)))
+        .collect()
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {
