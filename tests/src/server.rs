@@ -93,28 +93,29 @@ impl Server {
         Self::serve_in(target, more, &envs).await
     }
 
-    /// As [`Server::serve`], on two ranks that split the target's layers between them.
-    pub async fn serve_on_two_ranks(target: &Path, more: &[&str]) -> Self {
-        let [first, second, master] = [free_port(), free_port(), free_port()];
+    /// As [`Server::serve`], on two ranks that split the target's layers between them, each with further
+    /// arguments of its own.
+    pub async fn serve_on_two_ranks(target: &Path, first: &[&str], second: &[&str]) -> Self {
+        let ports = [free_port(), free_port(), free_port()];
         let ring = |rank: usize, port: u16, right_port: u16| {
             let file = tempfile::NamedTempFile::new().unwrap();
             let config = serde_json::json!({
-                "master_ip": "127.0.0.1", "master_port": master, "rank": rank, "world_size": 2,
+                "master_ip": "127.0.0.1", "master_port": ports[2], "rank": rank, "world_size": 2,
                 "port": port, "right_port": right_port, "right_ip": "127.0.0.1",
             });
             serde_json::to_writer(&file, &config).unwrap();
             file
         };
-        let rings = [ring(0, first, second), ring(1, second, first)];
-        let [first, second] = [&rings[0], &rings[1]].map(|ring| ring.path().to_owned());
-        let [first, second] = [&first, &second].map(|ring| ("RING_CONFIG", ring.to_str().unwrap()));
+        let rings = [ring(0, ports[0], ports[1]), ring(1, ports[1], ports[0])];
+        let paths = [&rings[0], &rings[1]].map(|ring| ring.path().to_owned());
+        let envs = [&paths[0], &paths[1]].map(|ring| [("RING_CONFIG", ring.to_str().unwrap())]);
         let port = free_port();
-        let args = serve_args(target, more, port);
+        let [first, second] = [first, second].map(|more| serve_args(target, more, port));
         let others = Others {
-            children: vec![start(&args, &[second], Stdio::null())],
+            children: vec![start(&second, &envs[1], Stdio::null())],
             _rings: rings.into(),
         };
-        Self::spawn(&args, port, &[first], others).await
+        Self::spawn(&first, port, &envs[0], others).await
     }
 
     /// End the first rank, and wait for the others.

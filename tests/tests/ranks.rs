@@ -2,7 +2,7 @@
 //! must run the same steps, whatever comes, hangs up or is measured; or they wait for each other for
 //! ever.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dflash_tests::server::{Metrics, Server};
@@ -21,9 +21,11 @@ const PROMPTS: [&str; 6] = [
     "gfgfgfgfgfgfgfg",
 ];
 
-fn pair(folder: &Path) -> (std::path::PathBuf, std::path::PathBuf) {
+fn pair(folder: &Path, seed: u64) -> (PathBuf, PathBuf) {
+    std::fs::create_dir_all(folder).unwrap();
     let pair = TinyPair {
         letters: Some(8),
+        seed,
         ..TinyPair::default()
     };
     tiny::write(&pair, folder)
@@ -73,27 +75,32 @@ async fn texts(server: &Server) -> Vec<String> {
     greedy
 }
 
-/// `more`: arguments of every server; `drafts`: of that with the draft model.
-async fn check(more: &[&str], drafts: &[&str]) {
+/// `more`: arguments of every server; `adaptive`: whether each rank chooses the rows to verify.
+async fn check(more: &[&str], adaptive: [bool; 2]) {
     let folder = tempfile::tempdir().unwrap();
-    let (target, drafter) = pair(folder.path());
+    let (target, drafter) = pair(&folder.path().join("first"), 1);
+    let (_, other) = pair(&folder.path().join("second"), 2);
     let alone = Server::serve(&target, more).await;
     let want = texts(&alone).await;
     drop(alone);
 
-    let plain = Server::serve_on_two_ranks(&target, more).await;
+    let plain = Server::serve_on_two_ranks(&target, more, more).await;
     assert_eq!(texts(&plain).await, want, "without a draft model");
     drop(plain);
 
-    let drafter = drafter.to_str().unwrap();
-    let speculative = [
-        "--speculative",
-        "dflash",
-        "--speculative-draft-model",
-        drafter,
-    ];
-    let more = [&speculative[..], drafts, more].concat();
-    let mut server = Server::serve_on_two_ranks(&target, &more).await;
+    // What the second rank would draft, and how much, is not what the first one does.
+    let [first, second] = [(&drafter, adaptive[0]), (&other, adaptive[1])].map(|(drafter, is)| {
+        let adaptive = if is { "true" } else { "false" };
+        let method = [
+            "--speculative",
+            "dflash",
+            "--speculative-adaptive",
+            adaptive,
+        ];
+        let draft_model = ["--speculative-draft-model", drafter.to_str().unwrap()];
+        [&method[..], &draft_model, more].concat()
+    });
+    let mut server = Server::serve_on_two_ranks(&target, &first, &second).await;
     for round in 0..3 {
         assert_eq!(texts(&server).await, want, "round {round}");
     }
@@ -101,24 +108,24 @@ async fn check(more: &[&str], drafts: &[&str]) {
     let drafted = metrics.get("mistralrs_speculative_draft_tokens_proposed_total", &[]);
     let accepted = metrics.get("mistralrs_speculative_draft_tokens_accepted_total", &[]);
     assert!(drafted > 0.0, "{}", metrics.0);
-    let is_adaptive = drafts.is_empty();
-    assert!(is_adaptive || accepted > 0.0, "{}", metrics.0);
+    assert!(adaptive[0] || accepted > 0.0, "{}", metrics.0);
     server.end_first_rank(Duration::from_secs(20));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_ranks_give_the_text_of_one_and_end_together() {
-    check(&[], &["--speculative-adaptive", "false"]).await;
+    check(&[], [false, false]).await;
 }
 
-/// Each rank measures other times, but the first one's decide.
+/// Each rank measures other times, and the first one's decide. Here the second one would verify whole
+/// blocks always.
 #[tokio::test(flavor = "multi_thread")]
-async fn two_ranks_verify_as_many_rows_while_they_adapt() {
-    check(&[], &[]).await;
+async fn two_ranks_verify_as_many_rows_as_the_first_one_finds_best() {
+    check(&[], [true, false]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_ranks_share_paged_sequences() {
     let paged = ["--paged-attn", "on", "--pa-context-len", "4096"];
-    check(&paged, &["--speculative-adaptive", "false"]).await;
+    check(&paged, [false, false]).await;
 }
