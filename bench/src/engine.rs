@@ -231,6 +231,12 @@ impl Setup {
             ..Self::plain(target)
         }
     }
+
+    /// On a paged KV cache of so many tokens; with `None` on the cache that it has anyway.
+    pub fn on_paged(mut self, tokens: Option<usize>) -> Self {
+        self.place.paged = tokens.or(self.place.paged);
+        self
+    }
 }
 
 /// A loaded model behind the host's engine.

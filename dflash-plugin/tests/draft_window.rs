@@ -5,11 +5,10 @@ mod reference;
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
-use common::{assert_close, fixtures, load, materialize, worst_row_error};
+use common::{assert_close, fixtures, load, materialize, pooled_block, worst_row_error};
 use dflash_plugin::config::DraftConfig;
 use dflash_plugin::draft::DraftModel;
 use dflash_plugin::kv::SequenceKv;
-use dflash_plugin::pool::{DraftPool, PooledContexts};
 use reference::{rows_of, Reference};
 
 const CPU: Device = Device::Cpu;
@@ -77,30 +76,11 @@ fn output(model: &DraftModel, kv: &SequenceKv, block: &Tensor) -> Tensor {
         .unwrap()
 }
 
-/// The same with the context in blocks of a pool that lie about in it.
+/// The same with the context in a pool.
 fn pooled_output(model: &DraftModel, taps: &Tensor, block: &Tensor) -> Tensor {
-    const BLOCKS: usize = 20;
-    let pool = DraftPool::new(model.config(), DType::F32, &CPU, BLOCKS, POOL_BLOCK).unwrap();
-    let rows = taps.dim(0).unwrap();
-    let table: Vec<usize> = (0..rows.div_ceil(POOL_BLOCK))
-        .map(|i| (i * 7 + 3) % BLOCKS)
-        .collect();
-    let positions: Vec<usize> = (0..rows).collect();
-    let slots: Vec<usize> = positions
-        .iter()
-        .map(|p| table[p / POOL_BLOCK] * POOL_BLOCK + p % POOL_BLOCK)
-        .collect();
-    let fused = model.fuse(taps).unwrap();
-    model
-        .context_to_pool(&fused, &positions, &pool, &slots)
-        .unwrap();
-    let contexts = PooledContexts {
-        pool: &pool,
-        tables: vec![table],
-        lens: vec![rows],
-    };
-    let found = model.forward_block_pooled(block, &contexts).unwrap();
-    found.squeeze(0).unwrap()
+    pooled_block(model, taps, block, POOL_BLOCK)
+        .squeeze(0)
+        .unwrap()
 }
 
 /// What the reference computes when a context position older than the last `window` is masked, and

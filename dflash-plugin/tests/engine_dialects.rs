@@ -8,11 +8,10 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor, D};
 use candle_nn::VarBuilder;
-use common::{assert_close, fixtures, load, materialize};
+use common::{assert_close, fixtures, load, materialize, pooled_block};
 use dflash_plugin::config::DraftConfig;
 use dflash_plugin::draft::DraftModel;
 use dflash_plugin::kv::SequenceKv;
-use dflash_plugin::pool::{DraftPool, PooledContexts};
 use dflash_plugin::worker::{DFlashWorker, DraftJob, TargetHead};
 use reference::{rows_of, Reference, Sees};
 use serde_json::{json, Value};
@@ -96,28 +95,9 @@ fn outputs(
     let expected = Tensor::from_vec(rows.concat(), (BLOCK, model.hidden_size()), &CPU);
     Outputs {
         own: own.unwrap().squeeze(0).unwrap(),
-        pooled: pooled(&model, &taps, &embeds).squeeze(0).unwrap(),
+        pooled: pooled_block(&model, &taps, &embeds, 8).squeeze(0).unwrap(),
         expected: expected.unwrap(),
     }
-}
-
-fn pooled(model: &DraftModel, taps: &Tensor, embeds: &Tensor) -> Tensor {
-    let size = 8;
-    let pool = DraftPool::new(model.config(), DType::F32, &CPU, 4, size).unwrap();
-    let table = vec![2, 0, 3];
-    let positions: Vec<usize> = (0..CONTEXT).collect();
-    let slot = |position: &usize| table[position / size] * size + position % size;
-    let slots: Vec<usize> = positions.iter().map(slot).collect();
-    let fused = model.fuse(taps).unwrap();
-    model
-        .context_to_pool(&fused, &positions, &pool, &slots)
-        .unwrap();
-    let contexts = PooledContexts {
-        pool: &pool,
-        tables: vec![table],
-        lens: vec![CONTEXT],
-    };
-    model.forward_block_pooled(embeds, &contexts).unwrap()
 }
 
 #[test]

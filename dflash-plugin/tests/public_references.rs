@@ -5,12 +5,10 @@ mod public;
 
 use std::collections::HashMap;
 
-use candle_core::{DType, Device};
-use common::materialize;
+use common::{materialize, pooled_block};
 use dflash_plugin::accept::{AcceptWalk, Verdict};
 use dflash_plugin::config::DraftConfig;
 use dflash_plugin::layer_ids::build_target_layer_ids;
-use dflash_plugin::pool::{DraftPool, PooledContexts};
 use public::{folder, largest_difference, tokens, Dialect, STEPS};
 use serde_json::{json, Value};
 
@@ -208,23 +206,9 @@ fn over_a_pool_the_anchors_row_sees_the_whole_window() {
     });
     let model = dialect.model();
     let (kv, block) = dialect.training_blocks(&model).pop().unwrap();
-    let (rows, size) = (kv.len(), 4);
-    let pool = DraftPool::new(dialect.config(), DType::F32, &Device::Cpu, 8, size).unwrap();
-    let table = vec![5, 2, 7, 0];
-    let positions: Vec<usize> = (0..rows).collect();
-    let slot = |p: &usize| table[p / size] * size + p % size;
-    let slots: Vec<usize> = positions.iter().map(slot).collect();
-    let fused = model.fuse(&dialect.tensor("taps").narrow(0, 0, rows).unwrap());
-    model
-        .context_to_pool(&fused.unwrap(), &positions, &pool, &slots)
-        .unwrap();
-    let contexts = PooledContexts {
-        pool: &pool,
-        tables: vec![table],
-        lens: vec![rows],
-    };
-    let pooled = model.forward_block_pooled(&dialect.embeds(&block), &contexts);
-    let found = pooled.unwrap().squeeze(0).unwrap().get(0).unwrap();
+    let taps = dialect.tensor("taps").narrow(0, 0, kv.len()).unwrap();
+    let pooled = pooled_block(&model, &taps, &dialect.embeds(&block), 4);
+    let found = pooled.squeeze(0).unwrap().get(0).unwrap();
     let expected = dialect.hidden(&model, &kv, &block).get(0).unwrap();
     assert_equal("the anchor's row", largest_difference(&found, &expected));
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use dflash_bench::engine::{Engine, Generation, Job, Prompt, Setup};
 use dflash_plugin::fault::DraftHook;
+use futures_util::future::try_join_all;
 
 use crate::compare_greedy;
 use crate::zoo::{Target, VOCAB};
@@ -25,6 +26,26 @@ impl Case {
     pub fn job(&self, max_tokens: usize) -> Job {
         Job::greedy(Prompt::Tokens(self.prompt.clone()), max_tokens).recorded()
     }
+}
+
+/// The requests of these, for whole texts.
+pub fn jobs_of(cases: &[Case]) -> Vec<Job> {
+    cases.iter().map(|case| case.job(TOKENS)).collect()
+}
+
+/// The answers to these requests, each by itself.
+pub async fn one_by_one(engine: &Engine, jobs: &[Job]) -> Vec<Generation> {
+    let mut got = Vec::new();
+    for job in jobs {
+        got.push(engine.generate(job, |_| ()).await.unwrap());
+    }
+    got
+}
+
+/// The answers to these requests, which come at the same time.
+pub async fn together(engine: &Engine, jobs: &[Job]) -> Vec<Generation> {
+    let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
+    try_join_all(running).await.unwrap()
 }
 
 /// A prompt of 3 to 40 tokens; no two of one length.

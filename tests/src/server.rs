@@ -225,6 +225,18 @@ impl Server {
         format!("http://127.0.0.1:{}/{path}", self.port)
     }
 
+    /// A request with this JSON, or what is to be taken for it.
+    pub fn post(
+        &self,
+        http: &reqwest::Client,
+        path: &str,
+        body: impl ToString,
+    ) -> reqwest::RequestBuilder {
+        http.post(self.url(path))
+            .header("content-type", "application/json")
+            .body(body.to_string())
+    }
+
     pub fn client(&self) -> Client<OpenAIConfig> {
         let config = OpenAIConfig::new()
             .with_api_base(self.url("v1"))
@@ -246,10 +258,10 @@ fn serve_args(target: &Path, more: &[&str], port: u16) -> Vec<OsString> {
     args.extend(["--dtype", if place.bf16 { "bf16" } else { "f32" }].map(OsString::from));
     let paged = place.paged.map(|tokens| tokens.to_string());
     match &paged {
+        _ if more.contains(&"--paged-attn") => (),
         Some(tokens) => {
             args.extend(["--paged-attn", "on", "--pa-context-len", tokens].map(OsString::from))
         }
-        None if more.contains(&"--paged-attn") => (),
         None => args.extend(["--paged-attn", "off"].map(OsString::from)),
     }
     args.push("-m".into());

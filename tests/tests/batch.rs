@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use dflash_bench::engine::{Engine, Generation, Job, Place, Prompt, Setup};
 use dflash_plugin::stats::Fallback;
 use dflash_plugin::DFlashMethod;
-use dflash_tests::oracle::{self, check_text, plain_text, right_up_to};
+use dflash_tests::oracle::{check_text, jobs_of, plain_text, right_up_to, together};
 use dflash_tests::tiny::{self, TinyPair};
 use dflash_tests::zoo;
 use dflash_tests::{
@@ -15,20 +15,12 @@ use dflash_tests::{
 
 const TOKENS: usize = 48;
 
-async fn together(engine: &Engine, prompts: &[Vec<u32>]) -> Vec<Generation> {
+async fn answers(engine: &Engine, prompts: &[Vec<u32>]) -> Vec<Generation> {
     let jobs: Vec<Job> = prompts
         .iter()
         .map(|ids| Job::greedy(Prompt::Tokens(ids.clone()), TOKENS).recorded())
         .collect();
-    let mut out = Vec::new();
-    let mut running = Vec::new();
-    for job in &jobs {
-        running.push(engine.generate(job, |_| ()));
-    }
-    for generation in futures_util::future::join_all(running).await {
-        out.push(generation.unwrap());
-    }
-    out
+    together(engine, &jobs).await
 }
 
 /// Every answer has the recorded tokens of its prompt.
@@ -65,7 +57,7 @@ async fn requests_of_mixed_and_of_equal_length_each_give_their_own_tokens() {
         .flat_map(|p| [p, p])
         .collect();
     let prompts: Vec<Vec<u32>> = chosen.iter().map(|p| p.input_ids.clone()).collect();
-    let got = together(&engine, &prompts).await;
+    let got = answers(&engine, &prompts).await;
     assert_golden(&got, &chosen);
     let stats = engine.stats();
     assert!(
@@ -99,7 +91,7 @@ async fn plain_decoding_of_equal_lengths_together_gives_each_its_own_tokens() {
         let job = Job::greedy(Prompt::Tokens(ids.clone()), TOKENS).recorded();
         alone.push(engine.generate(&job, |_| ()).await.unwrap());
     }
-    let got = together(&engine, &prompts).await;
+    let got = answers(&engine, &prompts).await;
     for (i, (got, want)) in got.iter().zip(&alone).enumerate() {
         compare_greedy(
             &format!("prompt {i}"),
@@ -132,7 +124,7 @@ async fn different_prompts_verified_in_one_pass_each_give_their_own_tokens() {
     let chosen: Vec<_> = of_length(lengths[0]).collect();
     assert!(chosen.len() >= 3, "{} prompts of one length", chosen.len());
     let prompts: Vec<Vec<u32>> = chosen.iter().map(|p| p.input_ids.clone()).collect();
-    let got = together(&engine, &prompts).await;
+    let got = answers(&engine, &prompts).await;
     assert_golden(&got, &chosen);
     let together = shared(&batches);
     println!(
@@ -206,16 +198,9 @@ async fn sequences_with_buffers_of_unequal_capacity_are_batched() {
 #[tokio::test(flavor = "multi_thread")]
 async fn sampling_gives_the_same_tokens_with_and_without_dflash() {
     for paged in [None, Some(4096)] {
-        let placed = |setup: Setup| Setup {
-            place: Place {
-                paged: paged.or(setup.place.paged),
-                ..setup.place
-            },
-            ..setup
-        };
-        let plain = placed(Setup::plain(&gguf()));
+        let plain = Setup::plain(&gguf()).on_paged(paged);
         let plain = Engine::load(&plain).await.unwrap();
-        let dflash = placed(Setup::dflash(&gguf(), &drafter(), Some(4)));
+        let dflash = Setup::dflash(&gguf(), &drafter(), Some(4)).on_paged(paged);
         let dflash = Engine::load(&dflash).await.unwrap();
         for repetition_penalty in [None, Some(1.3)] {
             let mut job = Job::greedy(Prompt::Chat("Tell me about rivers.".into()), 32);
@@ -252,7 +237,7 @@ async fn eight_requests_of_unequal_length_share_their_passes_and_none_waits_for_
     lengths.sort_unstable();
     lengths.dedup();
     assert!(lengths.len() > 4, "the prompts are of {lengths:?} tokens");
-    let got = together(&engine, &prompts).await;
+    let got = answers(&engine, &prompts).await;
     assert_golden(&got, &chosen);
     assert!(engine.stats().fallbacks.is_empty(), "{:?}", engine.stats());
     let rounds = rounds.lock().unwrap();
@@ -295,8 +280,7 @@ async fn a_request_without_speculation_decodes_plainly_and_its_neighbours_draft(
             ..Job::greedy(Prompt::Tokens(p.input_ids.clone()), TOKENS).recorded()
         })
         .collect();
-    let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
-    let got = futures_util::future::try_join_all(running).await.unwrap();
+    let got = together(&engine, &jobs).await;
     assert_golden(&got, &chosen);
     let stats = engine.stats();
     assert_eq!(sequences.lock().unwrap().len(), 2, "sequences that drafted");
@@ -328,13 +312,8 @@ async fn a_sequence_without_room_does_not_stop_its_neighbour_from_drafting() {
     for job in &jobs {
         want.push(plain.generate(job, |_| ()).await.unwrap());
     }
-    let running = jobs.iter().map(|job| dflash.generate(job, |_| ()));
-    for (got, want) in futures_util::future::join_all(running)
-        .await
-        .iter()
-        .zip(want)
-    {
-        assert_eq!(got.as_ref().unwrap().tokens, want.tokens);
+    for (got, want) in together(&dflash, &jobs).await.iter().zip(want) {
+        assert_eq!(got.tokens, want.tokens);
     }
     let stats = dflash.stats();
     assert!(stats.fallbacks[&Fallback::NoRoom] <= 13, "{stats:?}");
@@ -358,17 +337,10 @@ async fn accept_lengths_that_differ_in_one_pass_leave_each_its_own_text() {
             .with_observer(Arc::new(move |round| {
                 seen.lock().unwrap().push((round.batch, round.accepted));
             }));
-        let setup = Setup {
-            place: Place {
-                paged,
-                ..setup.place.clone()
-            },
-            ..setup.clone()
-        };
+        let mut setup = setup.clone();
+        setup.place.paged = paged;
         let engine = Engine::load_with(&setup, method).await.unwrap();
-        let jobs: Vec<Job> = cases.iter().map(|case| case.job(oracle::TOKENS)).collect();
-        let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
-        let got = futures_util::future::try_join_all(running).await.unwrap();
+        let got = together(&engine, &jobs_of(&cases)).await;
         check_text(&format!("paged {paged:?}"), &cases, &got);
         assert!(engine.stats().fallbacks.is_empty(), "{:?}", engine.stats());
         // A pass reports its sequences one after another.

@@ -9,7 +9,9 @@ use std::process::Command;
 use candle_core::{DType, Device, Tensor};
 use dflash_bench::engine::{Engine, Setup, Target};
 use dflash_plugin::DFlashMethod;
-use dflash_tests::oracle::{check_text, difference, oracle, prompt, run, texts_of, TOKENS};
+use dflash_tests::oracle::{
+    check_text, difference, jobs_of, one_by_one, oracle, prompt, run, texts_of,
+};
 use dflash_tests::server::binary;
 use dflash_tests::weights::Weights;
 use dflash_tests::zoo::{self, HIDDEN, LAYERS};
@@ -79,10 +81,7 @@ impl Models {
             let engine = Engine::load_with(&self.dflash(target), method)
                 .await
                 .unwrap();
-            let mut got = Vec::new();
-            for case in cases.iter() {
-                got.push(engine.generate(&case.job(TOKENS), |_| ()).await.unwrap());
-            }
+            let got = one_by_one(&engine, &jobs_of(&cases)).await;
             check_text(what, &cases, &got);
             let stats = engine.stats();
             assert!(stats.fallbacks.is_empty(), "{what}: {stats:?}");

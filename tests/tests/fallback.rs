@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
-use dflash_bench::engine::{Engine, Job, Place, Prompt, Setup};
+use dflash_bench::engine::{Engine, Job, Prompt, Setup};
 use dflash_plugin::fault::FaultPoint;
 use dflash_plugin::stats::{Fallback, StatsSnapshot};
 use dflash_plugin::DFlashMethod;
@@ -79,13 +79,6 @@ async fn near_the_end_of_the_context_the_block_shrinks_and_the_text_stays_the_sa
 }
 
 async fn near_the_end_of_the_context(paged: Option<usize>) {
-    let placed = |setup: Setup| Setup {
-        place: Place {
-            paged: paged.or(setup.place.paged),
-            ..setup.place
-        },
-        ..setup
-    };
     for drafter_positions in [506, 1024] {
         let pair = TinyPair {
             drafter_positions,
@@ -93,9 +86,9 @@ async fn near_the_end_of_the_context(paged: Option<usize>) {
         };
         let folder = tempfile::tempdir().unwrap();
         let (target, drafter) = tiny::write(&pair, folder.path());
-        let plain = placed(Setup::plain(&target));
+        let plain = Setup::plain(&target).on_paged(paged);
         let plain = Engine::load(&plain).await.unwrap();
-        let setup = placed(Setup::dflash(&target, &drafter, Some(16)));
+        let setup = Setup::dflash(&target, &drafter, Some(16)).on_paged(paged);
         let dflash = Engine::load(&setup).await.unwrap();
         for prompt_len in [480, 495, 500, 511] {
             let what = format!("{prompt_len} of 512, drafter {drafter_positions}, paged {paged:?}");

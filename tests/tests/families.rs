@@ -7,7 +7,7 @@
 use std::sync::{Arc, Mutex};
 
 use candle_core::{Tensor, D};
-use dflash_bench::engine::{Engine, Job, Place, Prompt, Setup};
+use dflash_bench::engine::{Engine, Job, Prompt, Setup};
 use dflash_plugin::fault::FaultPoint;
 use dflash_plugin::host::targets;
 use dflash_plugin::stats::{Fallback, StatsSnapshot};
@@ -15,10 +15,10 @@ use dflash_plugin::trace::Round;
 use dflash_plugin::DFlashMethod;
 use dflash_tests::compare_greedy;
 use dflash_tests::oracle::{
-    check_text, difference, first_texts_of, oracle, plain_text, prompt, run, Case, TOKENS,
+    check_text, difference, first_texts_of, jobs_of, one_by_one, oracle, plain_text, prompt, run,
+    together, Case, TOKENS,
 };
 use dflash_tests::zoo::{self, Export, Family, HIDDEN, LAYERS, TAPS, WINDOW};
-use futures_util::future::join_all;
 
 const BLOCK_SIZES: [usize; 3] = [2, 8, 16];
 
@@ -131,23 +131,14 @@ async fn conforms(title: &str) {
 
         // Together, so that batches of unequal lengths occur.
         let engine = Engine::load(&setup).await.unwrap();
-        let jobs: Vec<Job> = cases.iter().map(|case| case.job(TOKENS)).collect();
-        let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
-        let got: Vec<_> = join_all(running)
-            .await
-            .into_iter()
-            .map(Result::unwrap)
-            .collect();
+        let got = together(&engine, &jobs_of(&cases)).await;
         let what = format!("{title}, block {block_size}, random draft model");
         check_text(&what, &cases, &got);
         check_steps(&what, &family, &engine.stats());
 
         let method = DFlashMethod::new().with_drafts(oracle(cases.clone()));
         let engine = Engine::load_with(&setup, method).await.unwrap();
-        let mut got = Vec::new();
-        for case in cases.iter() {
-            got.push(engine.generate(&case.job(TOKENS), |_| ()).await.unwrap());
-        }
+        let got = one_by_one(&engine, &jobs_of(&cases)).await;
         let what = format!("{title}, block {block_size}, oracle");
         check_text(&what, &cases, &got);
         let stats = engine.stats();
@@ -161,17 +152,11 @@ async fn conforms(title: &str) {
     taps_are_layer_outputs(&family, &target, &prompt_taps).await;
 }
 
-/// Of the paged cache. The host rounds its megabytes down, which can leave half of them.
+/// Of the paged cache.
 const PAGED_TOKENS: usize = 2048;
 
 fn paged(setup: Setup) -> Setup {
-    Setup {
-        place: Place {
-            paged: Some(PAGED_TOKENS),
-            ..setup.place
-        },
-        ..setup
-    }
+    setup.on_paged(Some(PAGED_TOKENS))
 }
 
 /// One block size and fewer prompts, which the oracle answers in one batch.
@@ -204,13 +189,7 @@ async fn conforms_paged(title: &str) {
     let setup = paged(Setup::dflash(&target.path, &drafter, Some(8)));
     let method = DFlashMethod::new().with_drafts(oracle(cases.clone()));
     let engine = Engine::load_with(&setup, method).await.unwrap();
-    let jobs: Vec<Job> = cases.iter().map(|case| case.job(TOKENS)).collect();
-    let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
-    let got: Vec<_> = join_all(running)
-        .await
-        .into_iter()
-        .map(Result::unwrap)
-        .collect();
+    let got = together(&engine, &jobs_of(&cases)).await;
     let what = format!("{title}, paged, oracle");
     check_text(&what, &cases, &got);
     let stats = engine.stats();
@@ -317,10 +296,7 @@ async fn draft_models_of_other_trainers_draft_and_keep_the_text() {
         let method = DFlashMethod::new().with_drafts(oracle(cases.clone()));
         for method in [DFlashMethod::new(), method] {
             let engine = Engine::load_with(&setup, method).await.unwrap();
-            let mut got = Vec::new();
-            for case in &cases[..5] {
-                got.push(engine.generate(&case.job(TOKENS), |_| ()).await.unwrap());
-            }
+            let got = one_by_one(&engine, &jobs_of(&cases[..5])).await;
             check_text(&what, &cases, &got);
             let stats = engine.stats();
             check_steps(&what, &family, &stats);

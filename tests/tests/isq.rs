@@ -5,7 +5,9 @@
 
 use dflash_bench::engine::{Drafting, Engine, Setup};
 use dflash_plugin::DFlashMethod;
-use dflash_tests::oracle::{check_text, difference, oracle, prompt, run, texts_of, TOKENS};
+use dflash_tests::oracle::{
+    check_text, difference, jobs_of, one_by_one, oracle, prompt, run, texts_of,
+};
 use dflash_tests::zoo::{self, LAYERS};
 
 const TARGETS: [(&str, &str); 5] = [
@@ -49,10 +51,7 @@ async fn targets_that_are_quantized_at_load_keep_their_text() {
         });
         let method = DFlashMethod::new().with_drafts(oracle(cases.clone()));
         let engine = Engine::load_with(&setup, method).await.unwrap();
-        let mut got = Vec::new();
-        for case in cases.iter() {
-            got.push(engine.generate(&case.job(TOKENS), |_| ()).await.unwrap());
-        }
+        let got = one_by_one(&engine, &jobs_of(&cases)).await;
         check_text(&what, &cases, &got);
         let stats = engine.stats();
         assert!(stats.fallbacks.is_empty(), "{what}: {stats:?}");

@@ -11,9 +11,8 @@ use dflash_plugin::fault::DraftHook;
 use dflash_plugin::stats::{Fallback, StatsSnapshot};
 use dflash_plugin::DFlashMethod;
 use dflash_tests::compare_greedy;
-use dflash_tests::oracle::{difference, prompt};
+use dflash_tests::oracle::{difference, one_by_one, prompt, together};
 use dflash_tests::zoo::{self, Family, Target, HIDDEN, LAYERS, VOCAB};
-use futures_util::future::join_all;
 use image::{DynamicImage, Rgb, RgbImage};
 
 const TOKENS: usize = 40;
@@ -66,21 +65,6 @@ fn jobs(family: &Family) -> Vec<Job> {
     ]
 }
 
-/// Each request by itself.
-async fn one_by_one(engine: &Engine, jobs: &[Job]) -> Vec<Generation> {
-    let mut got = Vec::new();
-    for job in jobs {
-        got.push(engine.generate(job, |_| ()).await.unwrap());
-    }
-    got
-}
-
-async fn together(engine: &Engine, jobs: &[Job]) -> Vec<Generation> {
-    let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
-    let got = join_all(running).await;
-    got.into_iter().map(Result::unwrap).collect()
-}
-
 fn check(what: &str, want: &[Generation], got: &[Generation]) {
     for (i, (want, got)) in want.iter().zip(got).enumerate() {
         let what = format!("{what}, request {i}");
@@ -126,10 +110,7 @@ async fn conforms(title: &str, paged: Option<usize>) -> StatsSnapshot {
     let drafter = zoo::write_drafter(&folder.path().join("drafter"));
     let jobs = jobs(&family);
     // On a GPU paged attention rounds a window to whole blocks, so both must have it.
-    let place = |mut setup: Setup| {
-        setup.place.paged = paged.or(setup.place.paged);
-        setup
-    };
+    let place = |setup: Setup| setup.on_paged(paged);
     let plain = place(Setup::plain(&target.path));
     let plain = Engine::load(&plain).await.unwrap();
     let want = one_by_one(&plain, &jobs).await;

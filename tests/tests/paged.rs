@@ -7,10 +7,11 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 
-use dflash_bench::engine::{Engine, Generation, Job, Place, Prompt, Setup};
+use dflash_bench::engine::{Engine, Generation, Job, Prompt, Setup};
 use dflash_plugin::fault::FaultPoint;
 use dflash_plugin::stats::Fallback;
 use dflash_plugin::DFlashMethod;
+use dflash_tests::oracle::together;
 use dflash_tests::{compare_greedy, drafter, golden, target, GreedyFile, GreedyPrompt};
 use futures_util::future::join_all;
 
@@ -21,11 +22,7 @@ const TOKENS: usize = 40;
 fn paged(setup: Setup, tokens: usize) -> Setup {
     Setup {
         prefix_cache_n: 16,
-        place: Place {
-            paged: Some(tokens),
-            ..setup.place
-        },
-        ..setup
+        ..setup.on_paged(Some(tokens))
     }
 }
 
@@ -41,14 +38,9 @@ fn job(ids: &[u32]) -> Job {
     Job::greedy(Prompt::Tokens(ids.to_vec()), TOKENS).recorded()
 }
 
-async fn together(engine: &Engine, prompts: &[&GreedyPrompt]) -> Vec<Generation> {
+async fn answers(engine: &Engine, prompts: &[&GreedyPrompt]) -> Vec<Generation> {
     let jobs: Vec<Job> = prompts.iter().map(|p| job(&p.input_ids)).collect();
-    let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
-    join_all(running)
-        .await
-        .into_iter()
-        .map(Result::unwrap)
-        .collect()
+    together(engine, &jobs).await
 }
 
 fn assert_golden(what: &str, got: &[Generation], want: &[&GreedyPrompt]) {
@@ -76,7 +68,7 @@ async fn prompts_of_unequal_length_at_once_are_each_computed() {
     assert!(chosen.len() >= 4, "too few prompts of several blocks");
     for (what, setup) in [("plain", plain(8192)), ("DFlash", dflash(8192))] {
         let engine = Engine::load(&setup).await.unwrap();
-        assert_golden(what, &together(&engine, &chosen).await, &chosen);
+        assert_golden(what, &answers(&engine, &chosen).await, &chosen);
         assert!(
             engine.stats().fallbacks.is_empty(),
             "{what}: {:?}",
@@ -156,9 +148,8 @@ async fn sequences_that_share_blocks_do_not_write_into_them() {
                 taus.extend(engine.stats().since(&before).tau());
                 if turn < 2 {
                     let jobs: Vec<Job> = prompts.iter().map(|ids| short(ids)).collect();
-                    let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
-                    for (got, want) in join_all(running).await.into_iter().zip(&want) {
-                        check(&got.unwrap(), want);
+                    for (got, want) in together(&engine, &jobs).await.iter().zip(&want) {
+                        check(got, want);
                     }
                 }
             }
@@ -249,7 +240,7 @@ async fn a_cache_that_is_too_small_costs_time_and_no_text() {
     let room = (2 * (longest + TOKENS + BLOCK)).next_multiple_of(BLOCK);
     for (what, setup) in [("plain", plain(room)), ("DFlash", dflash(room))] {
         let engine = Engine::load(&setup).await.unwrap();
-        assert_golden(what, &together(&engine, &chosen).await, &chosen);
+        assert_golden(what, &answers(&engine, &chosen).await, &chosen);
         let stats = engine.stats();
         let others = stats
             .fallbacks
@@ -257,7 +248,7 @@ async fn a_cache_that_is_too_small_costs_time_and_no_text() {
             .filter(|reason| **reason != Fallback::NoBlocks);
         assert_eq!(others.count(), 0, "{what}: {stats:?}");
         // And it goes on.
-        assert_golden(what, &together(&engine, &chosen[..1]).await, &chosen[..1]);
+        assert_golden(what, &answers(&engine, &chosen[..1]).await, &chosen[..1]);
     }
 }
 
@@ -275,7 +266,7 @@ async fn a_prompt_longer_than_the_cache_is_refused() {
             text.contains("700 tokens") && text.contains("--pa-context-len"),
             "{what}: {text}"
         );
-        assert_golden(what, &together(&engine, &[short]).await, &[short]);
+        assert_golden(what, &answers(&engine, &[short]).await, &[short]);
     }
 }
 
@@ -295,9 +286,5 @@ async fn an_abort_storm_leaves_the_cache_as_it_was() {
         );
         let _ = aborted.await;
     }
-    assert_golden(
-        "after the storm",
-        &together(&engine, &chosen).await,
-        &chosen,
-    );
+    assert_golden("after the storm", &answers(&engine, &chosen).await, &chosen);
 }

@@ -10,6 +10,7 @@ use dflash_tests::tiny::{self, TinyPair};
 use futures_util::{future::join_all, StreamExt};
 use serde_json::{json, Value};
 
+const COMPLETIONS: &str = "v1/completions";
 const PATIENCE: Duration = Duration::from_secs(120);
 const TOKENS: usize = 48;
 const PROMPTS: [&str; 6] = [
@@ -39,14 +40,8 @@ fn request(prompt: &str, temperature: f64, stream: bool) -> Value {
 }
 
 async fn text(http: &reqwest::Client, server: &Server, body: Value) -> String {
-    let answer = http
-        .post(server.url("v1/completions"))
-        .timeout(PATIENCE)
-        .body(body.to_string())
-        .header("content-type", "application/json")
-        .send()
-        .await
-        .unwrap();
+    let request = server.post(http, COMPLETIONS, body).timeout(PATIENCE);
+    let answer = request.send().await.unwrap();
     let answer: Value = serde_json::from_str(&answer.text().await.unwrap()).unwrap();
     assert_eq!(
         answer["usage"]["completion_tokens"].as_u64(),
@@ -62,13 +57,9 @@ async fn texts(server: &Server) -> Vec<String> {
     let greedy = PROMPTS.map(|prompt| text(http, server, request(prompt, 0.0, false)));
     let sampled = PROMPTS.map(|prompt| text(http, server, request(prompt, 0.9, false)));
     let gone = PROMPTS[..3].iter().map(|prompt| async {
-        let body = request(prompt, 0.9, true).to_string();
-        let answer = http
-            .post(server.url("v1/completions"))
-            .timeout(PATIENCE)
-            .body(body)
-            .header("content-type", "application/json");
-        let mut pieces = answer.send().await.unwrap().bytes_stream();
+        let request = server.post(http, COMPLETIONS, request(prompt, 0.9, true));
+        let answer = request.timeout(PATIENCE).send().await.unwrap();
+        let mut pieces = answer.bytes_stream();
         pieces.next().await.unwrap().unwrap();
     });
     let (greedy, ..) = tokio::join!(join_all(greedy), join_all(sampled), join_all(gone));

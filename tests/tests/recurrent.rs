@@ -4,13 +4,13 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
-use dflash_bench::engine::{Engine, Generation, Place, Setup};
+use dflash_bench::engine::{Engine, Place, Setup};
 use dflash_plugin::fault::FaultPoint;
 use dflash_plugin::stats::Fallback;
 use dflash_plugin::DFlashMethod;
 use dflash_tests::compare_greedy;
 use dflash_tests::oracle::{
-    check_text, oracle, plain_text, prompt, right_up_to, run, Case, TOKENS,
+    check_text, jobs_of, oracle, plain_text, prompt, right_up_to, run, together, TOKENS,
 };
 use dflash_tests::zoo::{self, LAYERS};
 use futures_util::future::join_all;
@@ -60,20 +60,7 @@ fn paged(setup: &Setup) -> Setup {
 }
 
 fn with_room(setup: &Setup, tokens: usize) -> Setup {
-    Setup {
-        place: Place {
-            paged: Some(tokens),
-            ..setup.place.clone()
-        },
-        ..setup.clone()
-    }
-}
-
-async fn together(engine: &Engine, cases: &[Case]) -> Vec<Generation> {
-    let jobs: Vec<_> = cases.iter().map(|case| case.job(TOKENS)).collect();
-    let running = jobs.iter().map(|job| engine.generate(job, |_| ()));
-    let got = join_all(running).await.into_iter();
-    got.map(Result::unwrap).collect()
+    setup.clone().on_paged(Some(tokens))
 }
 
 /// The state after a step is seen in the logits of all later ones. A matrix product of more rows sums in
@@ -127,7 +114,7 @@ async fn a_failed_pass_leaves_the_states_as_they_were() {
                             fails
                         }));
                     let engine = Engine::load_with(&setup, method).await.unwrap();
-                    let got = together(&engine, &cases[..4]).await;
+                    let got = together(&engine, &jobs_of(&cases[..4])).await;
                     let what = format!("{title}, {point:?}, panic {panics}");
                     check_text(&what, &cases, &got);
                     let stats = engine.stats();
@@ -149,7 +136,7 @@ async fn requests_that_run_together_have_each_their_own_state() {
             for setup in [setup.clone(), paged(setup)] {
                 let method = DFlashMethod::new().with_drafts(oracle(cases.clone()));
                 let engine = Engine::load_with(&setup, method).await.unwrap();
-                let got = together(&engine, &cases).await;
+                let got = together(&engine, &jobs_of(&cases)).await;
                 let what = format!(
                     "{title}, draft model {}, paged {:?}",
                     setup.draft.is_some(),
@@ -254,7 +241,7 @@ async fn a_sequence_that_is_put_off_begins_anew() {
                 // The host tries the model out when it starts.
                 prompts.store(0, Ordering::Relaxed);
                 let what = format!("{title}, draft model {}", setup.draft.is_some());
-                check_text(&what, &cases, &together(&engine, &cases).await);
+                check_text(&what, &cases, &together(&engine, &jobs_of(&cases)).await);
                 let prompts = prompts.load(Ordering::Relaxed);
                 println!("{what}: {prompts} prompts of {}", cases.len());
                 assert!(setup.draft.is_none() || prompts > cases.len(), "{what}");

@@ -16,13 +16,8 @@ const PROMPT: &str = "The history of computers began";
 
 /// POST `body`; the status and the text of the answer.
 async fn post(server: &Server, path: &str, body: &Value) -> (u16, String) {
-    let answer = reqwest::Client::new()
-        .post(server.url(path))
-        .header("content-type", "application/json")
-        .body(body.to_string())
-        .send()
-        .await
-        .unwrap();
+    let request = server.post(&reqwest::Client::new(), path, body);
+    let answer = request.send().await.unwrap();
     (answer.status().as_u16(), answer.text().await.unwrap())
 }
 

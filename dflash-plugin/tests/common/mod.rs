@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor, D};
 use dflash_plugin::draft::DraftModel;
 use dflash_plugin::kv::SequenceKv;
+use dflash_plugin::pool::{DraftPool, PooledContexts};
 
 /// The largest relative error, in the Euclidean norm of a row, that f32 results may have.
 pub const TOLERANCE: f64 = 1e-4;
@@ -91,4 +92,29 @@ pub fn materialize(model: &DraftModel, kv: &mut SequenceKv, taps: &Tensor) -> Te
     kv.append(model.context_kv(&fused, &positions).unwrap())
         .unwrap();
     fused
+}
+
+/// Block states `[1, block, hidden]` over the context of `taps` (`[rows, width]`) in a pool, in blocks of
+/// so many positions that lie about in it.
+pub fn pooled_block(model: &DraftModel, taps: &Tensor, embeds: &Tensor, size: usize) -> Tensor {
+    const BLOCKS: usize = 20;
+    let pool = DraftPool::new(model.config(), DType::F32, &Device::Cpu, BLOCKS, size).unwrap();
+    let rows = taps.dim(0).unwrap();
+    assert!(rows <= BLOCKS * size);
+    let table: Vec<usize> = (0..rows.div_ceil(size))
+        .map(|i| (i * 7 + 3) % BLOCKS)
+        .collect();
+    let positions: Vec<usize> = (0..rows).collect();
+    let slot = |position: &usize| table[position / size] * size + position % size;
+    let slots: Vec<usize> = positions.iter().map(slot).collect();
+    let fused = model.fuse(taps).unwrap();
+    model
+        .context_to_pool(&fused, &positions, &pool, &slots)
+        .unwrap();
+    let contexts = PooledContexts {
+        pool: &pool,
+        tables: vec![table],
+        lens: vec![rows],
+    };
+    model.forward_block_pooled(embeds, &contexts).unwrap()
 }

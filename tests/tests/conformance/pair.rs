@@ -301,12 +301,8 @@ pub async fn stream(server: &Server, endpoint: Endpoint, request: &Value) -> Res
 
 /// Status and body, whatever they are.
 pub async fn post(server: &Server, path: &str, body: &str) -> Result<(u16, String)> {
-    let request = reqwest::Client::new()
-        .post(server.url(path))
-        .header("content-type", "application/json")
-        .body(body.to_string())
-        .timeout(PATIENCE);
-    let answer = request.send().await?;
+    let request = server.post(&reqwest::Client::new(), path, body);
+    let answer = request.timeout(PATIENCE).send().await?;
     Ok((answer.status().as_u16(), answer.text().await?))
 }
 

@@ -48,12 +48,9 @@ async fn clients_that_disconnect(pair: &Pair) -> Result<()> {
 /// Read so many chunks of a streamed answer, then close the connection.
 async fn leave_after(server: &Server, request: &Value, chunks: usize) -> Result<()> {
     // A client of its own: a shared one may keep the connection.
-    let mut answer = reqwest::Client::new()
-        .post(server.url(Endpoint::Chat.path()))
-        .header("content-type", "application/json")
-        .body(request.to_string())
-        .send()
-        .await?;
+    let http = reqwest::Client::new();
+    let request = server.post(&http, Endpoint::Chat.path(), request);
+    let mut answer = request.send().await?;
     for _ in 0..chunks {
         answer.chunk().await?.context("the stream ended early")?;
     }
