@@ -32,6 +32,7 @@ fn main() {
         ("materialize".into(), "materialize.cu", None),
         ("accept".into(), "accept.cu", None),
         ("layer".into(), "layer.cu", None),
+        ("product".into(), "product.cu", None),
     ];
     for dim in HEAD_DIMS {
         jobs.push((

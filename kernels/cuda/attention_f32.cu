@@ -37,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const int first_m = row_tile * ROWS;
   const int live_rows = min(ROWS, p.rows * group_size - first_m);
 
+  wait_for_previous();
   let_next_start();
   const Extent e = extent_of(p, sequence);
   const int needed_splits = splits_of(p, e);

@@ -1,33 +1,15 @@
 // Block attention on tensor cores (mma.sync m16n8k16), bf16 and f16. Compiled once for each HEAD_DIM.
 //
-// A thread block has ROW_WARPS x KEY_WARPS warps. Each takes 16 query rows and TILE / KEY_WARPS keys of
-// every tile, so all query rows of a kv head share one read of K and V. The cache's own layouts are
+// A thread block has WARPS warps. Each takes 16 query rows and all keys of every tile, so all query
+// rows of a kv head share one read of K and V. The cache's own layouts are
 // what the matrix instructions want: K in pieces of 8 dims of one key, V in pieces of 8 keys of one
 // dim. Shared memory keeps these 16-byte pieces, so nothing is transposed.
 #include "attention.cuh"
+#include "mma.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
 #endif
-
-template <typename T>
-DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-
-template <>
-DEVICE void multiply<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <>
-DEVICE void multiply<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // Four 8x8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
 DEVICE void load_matrices(uint32_t (&r)[4], const void *row) {
@@ -63,15 +45,14 @@ DEVICE void load_values(const AttentionParams &p, const T *v_cache, const KeyGro
   }
 }
 
-template <typename T, int D, int ROW_WARPS, int KEY_WARPS, int TILE, int STAGES, bool Q_IN_REGISTERS>
+template <typename T, int D, int WARPS, int TILE, int STAGES, bool Q_IN_REGISTERS>
 DEVICE void attend(const AttentionParams &p) {
-  constexpr int THREADS = ROW_WARPS * KEY_WARPS * 32;
-  constexpr int ROWS = ROW_WARPS * 16;
+  constexpr int THREADS = WARPS * 32;
+  constexpr int ROWS = WARPS * 16;
   constexpr int PIECES = D / 8; // pieces of 8 dims
   constexpr int GROUPS = TILE / 8;
-  constexpr int KEYS = TILE / KEY_WARPS; // of a warp in each tile
   constexpr int STAGE = 2 * TILE * D;    // elements of K and V
-  static_assert(D % 16 == 0 && KEYS % 16 == 0 && THREADS % TILE == 0, "shape of the tiles");
+  static_assert(D % 16 == 0 && TILE % 16 == 0 && THREADS % TILE == 0, "shape of the tiles");
 
   extern __shared__ __align__(128) unsigned char shared[];
   T *const sq = reinterpret_cast<T *>(shared); // [PIECES][ROWS][8]
@@ -81,13 +62,14 @@ DEVICE void attend(const AttentionParams &p) {
   KeyGroup *const groups = reinterpret_cast<KeyGroup *>(stages + STAGES * STAGE); // RING x GROUPS
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int row_warp = warp % ROW_WARPS, key_warp = warp / ROW_WARPS;
   const int split = blockIdx.x, sequence = blockIdx.z;
   const int kv_head = blockIdx.y % p.kv_heads, row_tile = blockIdx.y / p.kv_heads;
   const int group_size = p.heads / p.kv_heads;
   const int first_m = row_tile * ROWS;
   const int live_rows = min(ROWS, p.rows * group_size - first_m);
 
+  // The reduction reads lengths before it waits: it may start when those are there.
+  wait_for_previous();
   let_next_start();
   const int begin = split * p.chunk;
   // The first table entries are asked for before the lengths are there; a window needs them first.
@@ -203,7 +185,7 @@ DEVICE void attend(const AttentionParams &p) {
   }
 
   // The two rows of this thread in its warp's 16.
-  const int m0 = row_warp * 16 + (lane >> 2);
+  const int m0 = warp * 16 + (lane >> 2);
   const Range seen0 = visible(p, e, m0 < live_rows ? (first_m + m0) / group_size : p.rows);
   const Range seen1 = visible(p, e, m0 + 8 < live_rows ? (first_m + m0 + 8) / group_size : p.rows);
   // What every existing row sees: visibility only moves forward with the row.
@@ -215,7 +197,7 @@ DEVICE void attend(const AttentionParams &p) {
   for (int i = 0; i < D / 8; ++i) out[i][0] = out[i][1] = out[i][2] = out[i][3] = 0.f;
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
   uint32_t q[Q_IN_REGISTERS ? D / 16 : 1][4];
-  const T *const q_row = sq + ((lane >> 4) * ROWS + row_warp * 16 + (lane & 15)) * 8;
+  const T *const q_row = sq + ((lane >> 4) * ROWS + warp * 16 + (lane & 15)) * 8;
 
   for (int t = begin; t < end; ++t) {
     T *const stage = stages + (t - begin) % STAGES * STAGE;
@@ -233,17 +215,17 @@ DEVICE void attend(const AttentionParams &p) {
       for (int ks = 0; ks < D / 16; ++ks) load_matrices(q[Q_IN_REGISTERS ? ks : 0], q_row + ks * 2 * ROWS * 8);
     }
 
-    // Scores of 16 rows and KEYS keys.
-    float s[KEYS / 8][4];
+    // Scores of 16 rows and TILE keys.
+    float s[TILE / 8][4];
 #pragma unroll
-    for (int n = 0; n < KEYS / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
+    for (int n = 0; n < TILE / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
     const T *const k_row =
-        stage + ((lane >> 3 & 1) * TILE + key_warp * KEYS + (lane >> 4) * 8 + (lane & 7)) * 8;
+        stage + ((lane >> 3 & 1) * TILE + (lane >> 4) * 8 + (lane & 7)) * 8;
 #pragma unroll
     for (int ks = 0; ks < D / 16; ++ks) {
       if (!Q_IN_REGISTERS) load_matrices(q[0], q_row + ks * 2 * ROWS * 8);
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; n += 2) {
+      for (int n = 0; n < TILE / 8; n += 2) {
         uint32_t k[4];
         load_matrices(k, k_row + (ks * 2 * TILE + n * 8) * 8);
         multiply<T>(s[n], q[Q_IN_REGISTERS ? ks : 0], k[0], k[1]);
@@ -253,7 +235,7 @@ DEVICE void attend(const AttentionParams &p) {
 
     if (p.pre_scale > 0.f) {
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n)
+      for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[n][i] = tanhf(s[n][i] * p.pre_scale);
     }
@@ -262,23 +244,23 @@ DEVICE void attend(const AttentionParams &p) {
     const int limit = t < e.context_tiles ? e.context : e.end;
     if (position < all_low || position + TILE > min(all_high, limit)) {
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n)
+      for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int key = position + key_warp * KEYS + n * 8 + (lane & 3) * 2 + (i & 1);
+          const int key = position + n * 8 + (lane & 3) * 2 + (i & 1);
           const Range &seen = i < 2 ? seen0 : seen1;
           if (key < seen.low || key >= min(seen.high, limit)) s[n][i] = -INFINITY;
         }
     }
 
     // Softmax, one pass.
-    uint32_t probs[KEYS / 16][4];
+    uint32_t probs[TILE / 16][4];
     float keep[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float m = maximum[half];
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n) m = fmaxf(m, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+      for (int n = 0; n < TILE / 8; ++n) m = fmaxf(m, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
       m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
       m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
       const float shift = m == -INFINITY ? 0.f : m * p.log2_scale;
@@ -286,7 +268,7 @@ DEVICE void attend(const AttentionParams &p) {
       maximum[half] = m;
       float added = 0.f;
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n) {
+      for (int n = 0; n < TILE / 8; ++n) {
         const float p0 = exp2_fast(s[n][half * 2] * p.log2_scale - shift);
         const float p1 = exp2_fast(s[n][half * 2 + 1] * p.log2_scale - shift);
         added += p0 + p1;
@@ -307,8 +289,8 @@ DEVICE void attend(const AttentionParams &p) {
 
     const T *const sv = stage + TILE * D;
 #pragma unroll
-    for (int j = 0; j < KEYS / 16; ++j) {
-      const int kg = key_warp * (KEYS / 8) + j * 2 + (lane >> 3 & 1);
+    for (int j = 0; j < TILE / 16; ++j) {
+      const int kg = j * 2 + (lane >> 3 & 1);
       const T *const v_row = sv + (kg * D + (lane >> 4) * 8 + permuted(lane & 7, kg)) * 8;
 #pragma unroll
       for (int i = 0; i < D / 8; i += 2) {
@@ -329,54 +311,6 @@ DEVICE void attend(const AttentionParams &p) {
     sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
     sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
     maximum[half] = sum[half] > 0.f ? maximum[half] * p.log2_scale : -INFINITY;
-  }
-
-  if constexpr (KEY_WARPS > 1) {
-    // Warps of the same rows put their parts together in warp 0's registers, through the stages.
-    constexpr int PARTS = (KEY_WARPS - 1) * ROWS;
-    float *const parts = reinterpret_cast<float *>(stages); // [KEY_WARPS - 1][ROWS][D]
-    float2 *const sums = reinterpret_cast<float2 *>(parts + PARTS * D); // the same without D
-    static_assert(PARTS * (D * 4 + 8) <= STAGES * STAGE * (int)sizeof(T), "room for the parts");
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (key_warp > 0) {
-        const int row = (key_warp - 1) * ROWS + m0 + half * 8;
-        if ((lane & 3) == 0) sums[row] = make_float2(maximum[half], sum[half]);
-#pragma unroll
-        for (int i = 0; i < D / 8; ++i)
-          *reinterpret_cast<float2 *>(parts + row * D + i * 8 + (lane & 3) * 2) =
-              make_float2(out[i][half * 2], out[i][half * 2 + 1]);
-      }
-    }
-    __syncthreads();
-    if (key_warp > 0) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float m = maximum[half];
-      for (int w = 0; w < KEY_WARPS - 1; ++w) m = fmaxf(m, sums[w * ROWS + m0 + half * 8].x);
-      const float shift = m == -INFINITY ? 0.f : m;
-      const float keep = exp2_fast(maximum[half] - shift);
-      sum[half] *= keep;
-#pragma unroll
-      for (int i = 0; i < D / 8; ++i) {
-        out[i][half * 2] *= keep;
-        out[i][half * 2 + 1] *= keep;
-      }
-      for (int w = 0; w < KEY_WARPS - 1; ++w) {
-        const int row = w * ROWS + m0 + half * 8;
-        const float2 other = sums[row];
-        const float weight = exp2_fast(other.x - shift);
-        sum[half] += other.y * weight;
-#pragma unroll
-        for (int i = 0; i < D / 8; ++i) {
-          const float2 part =
-              *reinterpret_cast<const float2 *>(parts + row * D + i * 8 + (lane & 3) * 2);
-          out[i][half * 2] += part.x * weight;
-          out[i][half * 2 + 1] += part.y * weight;
-        }
-      }
-      maximum[half] = m;
-    }
   }
 
 #pragma unroll
@@ -405,24 +339,22 @@ DEVICE void attend(const AttentionParams &p) {
   }
 }
 
-// Query rows, row warps, key warps, tile, stages, Q in registers, thread blocks a multiprocessor. The Rust
-// side has the same table. More stages, or more warps for the same rows, were slower on an H200.
-#define KERNELS(TYPE, NAME, ROWS, ROW_WARPS, KEY_WARPS, TILE, STAGES, Q_IN_REGISTERS, BLOCKS)        \
-  extern "C" __global__ void __launch_bounds__(ROW_WARPS *KEY_WARPS * 32, BLOCKS)                    \
+// Query rows, warps, tile, stages, Q in registers, thread blocks a multiprocessor. The Rust side has the
+// same table. More stages, or more warps for the same rows, were slower on an H200, and so were fewer
+// rows for plain decoding.
+#define KERNELS(TYPE, NAME, ROWS, WARPS, TILE, STAGES, Q_IN_REGISTERS, BLOCKS)                       \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                   \
       block_attention_##NAME##_rows##ROWS(const __grid_constant__ AttentionParams p) {               \
-    attend<TYPE, HEAD_DIM, ROW_WARPS, KEY_WARPS, TILE, STAGES, Q_IN_REGISTERS>(p);                   \
+    attend<TYPE, HEAD_DIM, WARPS, TILE, STAGES, Q_IN_REGISTERS>(p);                                  \
   }
 
 #if HEAD_DIM <= 128
 #define ALL_KERNELS(TYPE, NAME)                                                                      \
-  KERNELS(TYPE, NAME, 16, 1, 4, 64, 2, true, 3)                                                      \
-  KERNELS(TYPE, NAME, 32, 2, 2, 64, 2, true, 3)                                                      \
-  KERNELS(TYPE, NAME, 64, 4, 1, 64, 2, true, 2)                                                      \
-  KERNELS(TYPE, NAME, 128, 8, 1, 64, 2, true, 1)
+  KERNELS(TYPE, NAME, 64, 4, 64, 2, true, 2)                                                         \
+  KERNELS(TYPE, NAME, 128, 8, 64, 2, true, 1)
 #else
 #define ALL_KERNELS(TYPE, NAME)                                                                      \
-  KERNELS(TYPE, NAME, 32, 2, 2, 32, 2, false, 2)                                                     \
-  KERNELS(TYPE, NAME, 64, 4, 1, 32, 2, false, 2)
+  KERNELS(TYPE, NAME, 64, 4, 32, 2, false, 2)
 #endif
 
 ALL_KERNELS(__nv_bfloat16, bf16)

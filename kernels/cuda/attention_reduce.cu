@@ -10,11 +10,12 @@ template <typename T> DEVICE void reduce(const AttentionParams &p) {
   const int sequence = blockIdx.z, kv_head = blockIdx.y;
   const int m = blockIdx.x * WARPS + warp;
   const int group = p.heads / p.kv_heads;
-  if (m >= p.rows * group) return;
+  let_next_start();
   const Extent e = extent_of(p, sequence);
   const int splits = splits_of(p, e);
-  if (splits <= 1) return; // written already
+  // Also by who has nothing to do: what comes next waits for this kernel, and so for the one before.
   wait_for_previous();
+  if (m >= p.rows * group || splits <= 1) return; // written already
 
   const int64_t first =
       partial_row(p, sequence, kv_head, m / p.row_tile, 0) + m % p.row_tile; // of split 0

@@ -102,6 +102,14 @@ pub(crate) fn kernel(device: &CudaDevice, spec: KernelSpec) -> Result<Arc<Kernel
     Ok(kernel)
 }
 
+/// Bytes of shared memory that a thread block can have.
+pub(crate) fn shared_limit(device: &CudaDevice) -> Result<usize> {
+    let attribute = DeviceAttribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+    let stream = device.cuda_stream();
+    let limit = stream.context().attribute(attribute).w()?;
+    Ok(usize::try_from(limit).unwrap_or(0))
+}
+
 /// Device address of [`COUNTERS`] zeros. Kernels that count there put them back to zero, and a candle
 /// device has one stream, so all launches can share them.
 pub(crate) fn counters(device: &CudaDevice) -> Result<u64> {
@@ -141,6 +149,16 @@ pub(crate) fn address<'a>(
         at: base + (layout.start_offset() * size) as u64,
         _guard: guard,
     })
+}
+
+/// Address of a tensor's first element. It stays valid as long as the tensor lives; work in the stream of
+/// its device needs no other order.
+pub(crate) fn address_of(tensor: &Tensor) -> Result<u64> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let storage = on_cuda("a kernel's input", &storage)?;
+    let stream = storage.device.cuda_stream();
+    let at = address(storage, layout, &stream)?.at;
+    Ok(at)
 }
 
 /// The CUDA storage behind a locked tensor.

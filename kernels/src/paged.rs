@@ -1,6 +1,6 @@
 //! The shape of one layer's paged cache.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use crate::check::{expect, expect_device, expect_float, mismatch};
 
@@ -57,5 +57,26 @@ impl PagedShape {
 
     pub fn num_slots(&self) -> usize {
         self.num_blocks * self.block_size
+    }
+
+    /// Element of the flat cache for each `[token, kv_head, dim]`.
+    pub fn places(&self, slots: &[usize], dtype: DType, keys: bool) -> Vec<i64> {
+        let (size, dim) = (self.block_size, self.head_dim);
+        let x = 16 / dtype.size_in_bytes();
+        let mut places = Vec::with_capacity(slots.len() * self.kv_heads * dim);
+        for slot in slots {
+            let (block, offset) = (slot / size, slot % size);
+            for head in 0..self.kv_heads {
+                let base = (block * self.kv_heads + head) * dim * size;
+                places.extend((0..dim).map(|d| {
+                    let place = match keys {
+                        true => ((d / x) * size + offset) * x + d % x,
+                        false => d * size + offset,
+                    };
+                    (base + place) as i64
+                }));
+            }
+        }
+        places
     }
 }

@@ -1,5 +1,7 @@
 //! Launches the block attention kernels (`cuda/attention*.cu`).
 
+use std::sync::Arc;
+
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
 use candle_core::cuda_backend::CudaDType;
 use candle_core::{
@@ -17,16 +19,16 @@ use crate::cuda::{
 /// The struct `AttentionParams` of `cuda/attention.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Params {
-    q: u64,
-    k_cache: u64,
-    v_cache: u64,
-    k_own: u64,
-    v_own: u64,
-    block_tables: u64,
-    context_lens: u64,
-    sinks: u64,
-    out: u64,
+pub(crate) struct Params {
+    pub q: u64,
+    pub k_cache: u64,
+    pub v_cache: u64,
+    pub k_own: u64,
+    pub v_own: u64,
+    pub block_tables: u64,
+    pub context_lens: u64,
+    pub sinks: u64,
+    pub out: u64,
     partial_out: u64,
     partial_sums: u64,
     q_strides: [i64; 2],
@@ -56,7 +58,7 @@ struct Params {
 unsafe impl DeviceRepr for Params {}
 
 /// Why no kernel covers these sizes.
-pub(super) fn unsupported(sizes: &Sizes) -> Option<String> {
+pub(crate) fn unsupported(sizes: &Sizes) -> Option<String> {
     let cache = &sizes.cache;
     if modules(cache.head_dim).is_none() {
         return Some(format!("head dim {} has no kernel", cache.head_dim));
@@ -94,6 +96,10 @@ struct Variant {
     row_tile: usize,
 }
 
+/// Sequences of a call up to which a row comes out bit by bit the same whatever the number of rows:
+/// contexts are then cut alike.
+const FEW_SEQUENCES: usize = 2;
+
 /// The variant for `m` query rows of a kv head; the table of `KERNELS` in `cuda/attention_mma.cu`.
 fn variant(dtype: DType, head_dim: usize, m: usize) -> Result<Variant> {
     let Some((mma, f32_module)) = modules(head_dim) else {
@@ -115,14 +121,14 @@ fn variant(dtype: DType, head_dim: usize, m: usize) -> Result<Variant> {
             row_tile: 32,
         });
     }
-    let (smallest, largest, tile) = match head_dim {
-        ..=128 => (16, 128, 64),
-        _ => (32, 64, 32),
+    // From 64 rows on, one warp takes all keys of a tile, so that a row does not depend on the number of
+    // rows; with fewer, kernels of several warps for the same rows were slower.
+    let (row_tile, tile) = match head_dim {
+        ..=128 if m > 64 => (128, 64),
+        ..=128 => (64, 64),
+        _ => (64, 32),
     };
-    let row_tile = m.next_power_of_two().clamp(smallest, largest);
     let names = match row_tile {
-        16 => ("block_attention_bf16_rows16", "block_attention_f16_rows16"),
-        32 => ("block_attention_bf16_rows32", "block_attention_f16_rows32"),
         64 => ("block_attention_bf16_rows64", "block_attention_f16_rows64"),
         _ => (
             "block_attention_bf16_rows128",
@@ -161,11 +167,6 @@ pub(super) fn run(
         Some((k, v)) => Some((aligned_rows(k, 2)?, aligned_rows(v, 2)?)),
         None => None,
     };
-    let tables = context.block_tables;
-    let tables = match tables.layout().stride() {
-        [_, 1] => tables.clone(),
-        _ => tables.force_contiguous()?,
-    };
     let sinks = match options.sinks {
         Some(sinks) => Some(sinks.contiguous()?),
         None => None,
@@ -173,7 +174,7 @@ pub(super) fn run(
     let op = BlockAttention {
         keys: context.keys,
         values: context.values,
-        tables,
+        tables: dense_tables(context.block_tables)?,
         lens: context.context_lens.contiguous()?,
         longest: context.longest,
         own,
@@ -183,6 +184,192 @@ pub(super) fn run(
         splits,
     };
     aligned_rows(q, 2)?.apply_op1_no_bwd(&op)
+}
+
+/// Block tables whose rows are dense.
+pub(crate) fn dense_tables(tables: &Tensor) -> Result<Tensor> {
+    match tables.layout().stride() {
+        [_, 1] => Ok(tables.clone()),
+        _ => tables.force_contiguous(),
+    }
+}
+
+/// A launch, all but its addresses.
+pub(crate) struct Planned {
+    variant: Variant,
+    attend: Arc<Kernel>,
+    row_tiles: usize,
+    cut: Cut,
+    sizes: Sizes,
+}
+
+/// What a launch depends on beside the sizes.
+pub(crate) struct Wanted<'a> {
+    pub options: &'a AttentionOptions<'a>,
+    pub longest: Option<usize>,
+    /// K and V of the block itself are given.
+    pub own: bool,
+    pub splits: Option<usize>,
+}
+
+impl Planned {
+    pub fn new(device: &CudaDevice, dtype: DType, sizes: &Sizes, wanted: &Wanted) -> Result<Self> {
+        let cache = &sizes.cache;
+        let m = sizes.rows * sizes.heads / cache.kv_heads;
+        let few = sizes.batch <= FEW_SEQUENCES && dtype != DType::F32;
+        let variant = variant(dtype, cache.head_dim, m)?;
+        let row_tiles = m.div_ceil(variant.row_tile);
+        let attend = kernel(device, variant.spec)?;
+        let cut = cut_of(&variant, &attend, dtype, sizes, wanted, (row_tiles, few));
+        Ok(Self {
+            variant,
+            attend,
+            row_tiles,
+            cut,
+            sizes: *sizes,
+        })
+    }
+
+    fn units(&self) -> usize {
+        self.sizes.batch * self.sizes.cache.kv_heads * self.row_tiles
+    }
+
+    fn partial_rows(&self) -> usize {
+        match self.cut.splits {
+            1 => 0,
+            splits => self.units() * splits * self.variant.row_tile,
+        }
+    }
+
+    /// f32 numbers of scratch memory that the launch needs.
+    pub fn scratch(&self) -> usize {
+        self.partial_rows() * (self.sizes.cache.head_dim + 2)
+    }
+
+    /// Launch it, with scratch memory at `scratch`.
+    ///
+    /// # Safety
+    /// The addresses must be valid for what the kernels do.
+    pub unsafe fn enqueue(
+        &self,
+        device: &CudaDevice,
+        params: &mut Params,
+        scratch: u64,
+    ) -> Result<()> {
+        let stream = device.cuda_stream();
+        let cache = &self.sizes.cache;
+        let m = self.sizes.rows * self.sizes.heads / cache.kv_heads;
+        if self.partial_rows() > 0 {
+            params.partial_out = scratch;
+            params.partial_sums = scratch + (4 * self.partial_rows() * cache.head_dim) as u64;
+        }
+        let y = cache.kv_heads * self.row_tiles;
+        let grid = [self.cut.splits, y, self.sizes.batch];
+        // SAFETY: the kernel takes these parameters; the addresses are the caller's.
+        unsafe { launch(&stream, &self.attend, grid, params, Order::Overlapping)? };
+        if self.partial_rows() == 0 {
+            return Ok(());
+        }
+        let reduce = kernel(
+            device,
+            KernelSpec {
+                module: "attention_reduce",
+                name: self.variant.reduce,
+                threads: 128,
+                shared_bytes: 0,
+            },
+        )?;
+        let grid = [m.div_ceil(4), cache.kv_heads, self.sizes.batch];
+        // SAFETY: as above.
+        unsafe { launch(&stream, &reduce, grid, params, Order::Overlapping) }
+    }
+
+    /// Everything but the addresses. Strides are those over batch and rows.
+    pub fn params(
+        &self,
+        options: &AttentionOptions,
+        q_strides: [i64; 2],
+        own_strides: [[i64; 2]; 2],
+        table_stride: usize,
+    ) -> Result<Params> {
+        let (sizes, cache, variant) = (&self.sizes, &self.sizes.cache, &self.variant);
+        let log2_e = std::f32::consts::LOG2_E;
+        let (pre_scale, log2_scale) = match options.softcap {
+            Some(cap) => (options.scale / cap, cap * log2_e),
+            None => (0.0, options.scale * log2_e),
+        };
+        // A window that reaches over any context is none.
+        let window = options.window.map_or(0, |w| w.min(1 << 30));
+        Ok(Params {
+            q: 0,
+            k_cache: 0,
+            v_cache: 0,
+            k_own: 0,
+            v_own: 0,
+            block_tables: 0,
+            context_lens: 0,
+            sinks: 0,
+            out: 0,
+            partial_out: 0,
+            partial_sums: 0,
+            q_strides,
+            k_strides: own_strides[0],
+            v_strides: own_strides[1],
+            batch: to_i32(sizes.batch)?,
+            rows: to_i32(sizes.rows)?,
+            heads: to_i32(sizes.heads)?,
+            kv_heads: to_i32(cache.kv_heads)?,
+            head_dim: to_i32(cache.head_dim)?,
+            block_size: to_i32(cache.block_size)?,
+            max_blocks: to_i32(sizes.max_blocks)?,
+            num_blocks: to_i32(cache.num_blocks)?,
+            table_stride: to_i32(table_stride)?,
+            window: to_i32(window)?,
+            causal: i32::from(options.causal),
+            tile: to_i32(variant.tile)?,
+            row_tile: to_i32(variant.row_tile)?,
+            row_tiles: to_i32(self.row_tiles)?,
+            chunk: to_i32(self.cut.chunk)?,
+            splits: to_i32(self.cut.splits)?,
+            pre_scale,
+            log2_scale,
+        })
+    }
+}
+
+fn cut_of(
+    variant: &Variant,
+    kernel: &Kernel,
+    dtype: DType,
+    sizes: &Sizes,
+    wanted: &Wanted,
+    (row_tiles, few): (usize, bool),
+) -> Cut {
+    let cache = &sizes.cache;
+    let places = sizes.max_blocks * cache.block_size;
+    let mut keys = wanted.longest.map_or(places, |longest| longest.min(places));
+    if let Some(window) = wanted.options.window {
+        keys = keys.min(window.saturating_add(sizes.rows + variant.tile));
+    }
+    let own_tiles = match wanted.own {
+        true => sizes.rows.div_ceil(variant.tile),
+        false => 0,
+    };
+    let load = Load {
+        tiles: keys.div_ceil(variant.tile) + own_tiles,
+        units: sizes.batch * cache.kv_heads * row_tiles,
+        slots: kernel.slots,
+        multiprocessors: kernel.multiprocessors,
+        tile_bytes: 2 * variant.tile * cache.head_dim * dtype.size_in_bytes(),
+        row_tile: variant.row_tile,
+    };
+    match few && !wanted.own {
+        true => cut(
+            load.whatever_the_rows(sizes.batch * cache.kv_heads),
+            wanted.splits,
+        ),
+        false => cut(load, wanted.splits),
+    }
 }
 
 struct BlockAttention<'a> {
@@ -224,29 +411,30 @@ impl BlockAttention<'_> {
     ) -> Result<(CudaStorage, Shape)> {
         let device: &CudaDevice = &q_storage.device;
         let stream = device.cuda_stream();
-        let dtype = self.keys.dtype();
-        let (sizes, cache) = (&self.sizes, &self.sizes.cache);
-        let m = sizes.rows * sizes.heads / cache.kv_heads;
-        let variant = variant(dtype, cache.head_dim, m)?;
-        let row_tiles = m.div_ceil(variant.row_tile);
-        let attend = kernel(device, variant.spec)?;
-        let units = sizes.batch * cache.kv_heads * row_tiles;
-        let cut = self.cut(&variant, units, &attend, dtype);
+        let own = self.own.as_ref();
+        let wanted = Wanted {
+            options: self.options,
+            longest: self.longest,
+            own: own.is_some(),
+            splits: self.splits,
+        };
+        let planned = Planned::new(device, self.keys.dtype(), &self.sizes, &wanted)?;
 
         // SAFETY: the kernel writes every element.
         let out = unsafe { device.alloc::<T>(q_layout.shape().elem_count())? };
-        let partial_rows = match cut.splits {
-            1 => 0,
-            splits => units * splits * variant.row_tile,
-        };
         // SAFETY: the reduction reads only what the attention kernel has written.
-        let partials = match partial_rows {
+        let partials = match planned.scratch() {
             0 => None,
-            rows => Some(unsafe { device.alloc::<f32>(rows * (cache.head_dim + 2))? }),
+            floats => Some(unsafe { device.alloc::<f32>(floats)? }),
         };
-        let mut params = self.params(&variant, row_tiles, cut, q_layout)?;
+        let strides = |layout: &Layout| [layout.stride()[0] as i64, layout.stride()[1] as i64];
+        let own_strides = own.map_or([[0; 2]; 2], |(k, v)| {
+            [strides(k.layout()), strides(v.layout())]
+        });
+        let table_stride = self.tables.layout().stride()[0];
+        let mut params =
+            planned.params(self.options, strides(q_layout), own_strides, table_stride)?;
         {
-            let own = self.own.as_ref();
             lock_address!(k_cache, self.keys, &stream);
             lock_address!(v_cache, self.values, &stream);
             lock_address!(tables, self.tables, &stream);
@@ -261,108 +449,11 @@ impl BlockAttention<'_> {
             (params.k_cache, params.v_cache) = (k_cache.at, v_cache.at);
             (params.block_tables, params.context_lens) = (tables.at, lens.at);
             (params.k_own, params.v_own, params.sinks) = (k_own, v_own, sinks);
-            if let Some((at, _)) = &partial_guard {
-                params.partial_out = *at;
-                params.partial_sums = *at + (4 * partial_rows * cache.head_dim) as u64;
-            }
-            let grid = [cut.splits, cache.kv_heads * row_tiles, sizes.batch];
-            // SAFETY: the kernel takes these parameters; the addresses live until the guards drop.
-            unsafe { launch(&stream, &attend, grid, &params, Order::After)? };
-            if partial_rows > 0 {
-                let reduce = kernel(
-                    device,
-                    KernelSpec {
-                        module: "attention_reduce",
-                        name: variant.reduce,
-                        threads: 128,
-                        shared_bytes: 0,
-                    },
-                )?;
-                let grid = [m.div_ceil(4), cache.kv_heads, sizes.batch];
-                // SAFETY: as above.
-                unsafe { launch(&stream, &reduce, grid, &params, Order::Overlapping)? };
-            }
+            let scratch = partial_guard.as_ref().map_or(0, |(at, _)| *at);
+            // SAFETY: the addresses live until the guards drop.
+            unsafe { planned.enqueue(device, &mut params, scratch)? };
         }
         let storage = CudaStorage::wrap_cuda_slice(out, device.clone());
         Ok((storage, q_layout.shape().clone()))
-    }
-
-    fn cut(&self, variant: &Variant, units: usize, kernel: &Kernel, dtype: DType) -> Cut {
-        let cache = &self.sizes.cache;
-        let places = self.sizes.max_blocks * cache.block_size;
-        let mut keys = self.longest.map_or(places, |longest| longest.min(places));
-        if let Some(window) = self.options.window {
-            keys = keys.min(window.saturating_add(self.sizes.rows + variant.tile));
-        }
-        let own_tiles = match self.own {
-            Some(_) => self.sizes.rows.div_ceil(variant.tile),
-            None => 0,
-        };
-        let load = Load {
-            tiles: keys.div_ceil(variant.tile) + own_tiles,
-            units,
-            slots: kernel.slots,
-            multiprocessors: kernel.multiprocessors,
-            tile_bytes: 2 * variant.tile * cache.head_dim * dtype.size_in_bytes(),
-            row_tile: variant.row_tile,
-        };
-        cut(load, self.splits)
-    }
-
-    /// Everything but the addresses.
-    fn params(
-        &self,
-        variant: &Variant,
-        row_tiles: usize,
-        cut: Cut,
-        q_layout: &Layout,
-    ) -> Result<Params> {
-        let (sizes, cache) = (&self.sizes, &self.sizes.cache);
-        let strides = |layout: &Layout| [layout.stride()[0] as i64, layout.stride()[1] as i64];
-        let (k_strides, v_strides) = match &self.own {
-            Some((k, v)) => (strides(k.layout()), strides(v.layout())),
-            None => ([0; 2], [0; 2]),
-        };
-        let log2_e = std::f32::consts::LOG2_E;
-        let (pre_scale, log2_scale) = match self.options.softcap {
-            Some(cap) => (self.options.scale / cap, cap * log2_e),
-            None => (0.0, self.options.scale * log2_e),
-        };
-        // A window that reaches over any context is none.
-        let window = self.options.window.map_or(0, |w| w.min(1 << 30));
-        Ok(Params {
-            q: 0,
-            k_cache: 0,
-            v_cache: 0,
-            k_own: 0,
-            v_own: 0,
-            block_tables: 0,
-            context_lens: 0,
-            sinks: 0,
-            out: 0,
-            partial_out: 0,
-            partial_sums: 0,
-            q_strides: strides(q_layout),
-            k_strides,
-            v_strides,
-            batch: to_i32(sizes.batch)?,
-            rows: to_i32(sizes.rows)?,
-            heads: to_i32(sizes.heads)?,
-            kv_heads: to_i32(cache.kv_heads)?,
-            head_dim: to_i32(cache.head_dim)?,
-            block_size: to_i32(cache.block_size)?,
-            max_blocks: to_i32(sizes.max_blocks)?,
-            num_blocks: to_i32(cache.num_blocks)?,
-            table_stride: to_i32(self.tables.layout().stride()[0])?,
-            window: to_i32(window)?,
-            causal: i32::from(self.options.causal),
-            tile: to_i32(variant.tile)?,
-            row_tile: to_i32(variant.row_tile)?,
-            row_tiles: to_i32(row_tiles)?,
-            chunk: to_i32(cut.chunk)?,
-            splits: to_i32(cut.splits)?,
-            pre_scale,
-            log2_scale,
-        })
     }
 }

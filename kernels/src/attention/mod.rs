@@ -1,7 +1,7 @@
 //! Attention of a block of query rows over each sequence's paged context.
 
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(crate) mod cuda;
 mod fallback;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod plan;
@@ -194,7 +194,7 @@ fn check(
     })
 }
 
-fn check_options(options: &AttentionOptions, heads: usize, q: &Tensor) -> Result<()> {
+pub(crate) fn check_options(options: &AttentionOptions, heads: usize, q: &Tensor) -> Result<()> {
     let above_zero = |what: &str, value: f32| {
         if value.is_finite() && value > 0.0 {
             return Ok(());

@@ -19,6 +19,20 @@ pub(crate) struct Load {
     pub row_tile: usize,
 }
 
+impl Load {
+    /// A load that is the same for any number of query rows, with `units` kv heads of sequences, and
+    /// for contexts of about one length: it changes where the length doubles.
+    pub fn whatever_the_rows(self, units: usize) -> Self {
+        Self {
+            tiles: self.tiles.next_power_of_two(),
+            units,
+            slots: 2 * self.multiprocessors,
+            row_tile: 64,
+            ..self
+        }
+    }
+}
+
 /// Tiles a split and splits of the longest sequence; shorter ones take fewer splits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cut {
@@ -191,6 +205,23 @@ mod tests {
                 "{tiles} tiles, {units} units: {splits} splits, {taken}"
             );
         }
+    }
+
+    #[test]
+    fn the_number_of_rows_need_not_matter() {
+        let plain = Load {
+            row_tile: 16,
+            slots: 396,
+            ..load(17, 8)
+        };
+        let verify = Load {
+            row_tile: 128,
+            slots: 132,
+            ..load(18, 16)
+        };
+        let cut = |load: Load| cut(load.whatever_the_rows(8), None);
+        assert_eq!(cut(plain), cut(verify));
+        assert_eq!(cut(plain), cut(load(32, 8)));
     }
 
     #[test]

@@ -11,8 +11,8 @@ use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::{CudaDevice, DType, Device, Result, Tensor};
 use dflash_kernels::{
-    accept, argmax_last, block_attention_with_splits, materialize, AttentionOptions, Kept, KvOrder,
-    MaterializeSpec, PagedContext,
+    accept, argmax_last, block_attention_with_splits, gated_product, materialize, product,
+    AttentionOptions, Kept, KvOrder, MaterializeSpec, PagedContext, Weight,
 };
 
 const REPLAYS: usize = 15;
@@ -52,6 +52,7 @@ fn main() -> Result<()> {
         "{:<58} {:>9} {:>9} {:>9} {:>6}",
         "", "graph us", "eager us", "floor us", "x"
     );
+    bench.products()?;
     bench.materialize()?;
     bench.accept()?;
     bench.attention()?;
@@ -350,6 +351,40 @@ impl Bench {
             let (_, times) = self.time_attention(QWEN3_8B, batch, context, false, &wanted)?;
             let times: Vec<String> = times.iter().map(|t| format!("{:.1}", t.graph)).collect();
             println!("batch {batch:>2} ctx {context:>5}: {}", times.join(" "));
+        }
+        Ok(())
+    }
+
+    /// Qwen3-8B's products of few rows, and beyond what the kernel takes cuBLAS's.
+    fn products(&mut self) -> Result<()> {
+        let dtype = DType::BF16;
+        for (name, width, outputs, is_gated) in [
+            ("q, k, v", 4096, vec![4096, 1024, 1024], false),
+            ("o", 4096, vec![4096], false),
+            ("gate, up", 4096, vec![12288, 12288], true),
+            ("down", 12288, vec![4096], false),
+            ("head", 4096, vec![151_936], false),
+        ] {
+            let all: usize = outputs.iter().sum();
+            let bytes = all * width * dtype.size_in_bytes();
+            let sets = (4 * ROTATED_BYTES / bytes).clamp(1, 24);
+            let weights = (0..sets).map(|_| {
+                let one = |outputs: &usize| self.random(&[*outputs, width], dtype);
+                outputs.iter().map(one).collect::<Result<Vec<_>>>()
+            });
+            let weights = weights.collect::<Result<Vec<_>>>()?;
+            for rows in [1, 8, 16, 17, 64] {
+                let x = self.random(&[rows, width], dtype)?;
+                let times = self.time(sets, &|i| {
+                    let plain = |weight| Weight { weight, bias: None };
+                    let weights: Vec<Weight> = weights[i].iter().map(plain).collect();
+                    match weights[..] {
+                        [gate, up] if is_gated => gated_product(&x, gate, up).map(drop),
+                        _ => product(&x, &weights).map(drop),
+                    }
+                })?;
+                self.report(&format!("product {name}, bf16, {rows} rows"), bytes, &times);
+            }
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! The operations of a draft layer between its matrix products.
 
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(crate) mod cuda;
 mod fallback;
 
 use candle_core::{DType, Result, Tensor};
@@ -31,7 +31,6 @@ pub struct NormRope<'a> {
 
 /// Norms and rotates the first `heads` heads of each row: `[rows, heads or more, head_dim]` (f32, bf16 or
 /// f16) to `[rows, heads, head_dim]`, with as many heads as `spec.weight` has rows. In f32, rounded once.
-/// The kernel rotates whole heads only.
 ///
 /// # Errors
 /// When shapes, dtypes or devices do not fit.
@@ -63,7 +62,7 @@ pub fn norm_rope(x: &Tensor, spec: &NormRope) -> Result<Tensor> {
     }
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && rows * heads > 0 {
-        match cuda::unsupported(rows, head_dim, 2 * half) {
+        match cuda::unsupported(rows, head_dim) {
             None => return cuda::norm_rope(x, spec),
             Some(why) => SLOW.note(&why),
         }

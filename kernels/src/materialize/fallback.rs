@@ -35,8 +35,8 @@ pub(super) fn run(
     let count = written.slots.len();
     let part = cache.kv_heads * cache.head_dim;
     let (k_offset, v_offset, layer_stride) = sizes.offsets(spec.order);
-    let key_places = places(&written.slots, sizes, kv.dtype(), true);
-    let value_places = places(&written.slots, sizes, kv.dtype(), false);
+    let key_places = cache.places(&written.slots, kv.dtype(), true);
+    let value_places = cache.places(&written.slots, kv.dtype(), false);
     let key_places = Tensor::from_vec(key_places, count * part, kv.device())?;
     let value_places = Tensor::from_vec(value_places, count * part, kv.device())?;
     for (layer, (keys, values)) in caches.iter().enumerate() {
@@ -108,37 +108,15 @@ fn written(
     Ok(written)
 }
 
-/// Element of the flat cache for each `[token, kv_head, dim]`.
-fn places(slots: &[usize], sizes: &Sizes, dtype: DType, keys: bool) -> Vec<i64> {
-    let cache = &sizes.cache;
-    let (size, dim) = (cache.block_size, cache.head_dim);
-    let x = 16 / dtype.size_in_bytes();
-    let mut places = Vec::with_capacity(slots.len() * cache.kv_heads * dim);
-    for slot in slots {
-        let (block, offset) = (slot / size, slot % size);
-        for head in 0..cache.kv_heads {
-            let base = (block * cache.kv_heads + head) * dim * size;
-            places.extend((0..dim).map(|d| {
-                let place = match keys {
-                    true => ((d / x) * size + offset) * x + d % x,
-                    false => d * size + offset,
-                };
-                (base + place) as i64
-            }));
-        }
-    }
-    places
-}
-
 /// RMS norm over the last dim.
-fn norm(x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
+pub(crate) fn norm(x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
     let mean = x.sqr()?.mean_keepdim(D::Minus1)?;
     x.broadcast_div(&(mean + eps as f64)?.sqrt()?)?
         .broadcast_mul(weight)
 }
 
 /// Rotates the first `2 * half` dims of `[tokens, heads, dim]`; the tables are `[tokens, 1, half]`.
-fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
+pub(crate) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
     let (tokens, heads, dim) = x.dims3()?;
     let half = cos.dims()[2];
     if half == 0 {

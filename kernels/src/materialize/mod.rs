@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
-mod fallback;
+pub(crate) mod fallback;
 
 use candle_core::{DType, Result, Tensor};
 
