@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{anyhow, bail, Context, Result};
 use candle_core::Tensor;
 use dflash_plugin::stats::StatsSnapshot;
-use dflash_plugin::{use_decode_attention, DFlashMethod};
+use dflash_plugin::{use_decode_kernels, DFlashMethod};
 use either::Either;
 use image::DynamicImage;
 use indexmap::IndexMap;
@@ -329,7 +329,7 @@ impl Engine {
 
     /// Load with a method of the caller's, such as one with an observer.
     pub async fn load_with(setup: &Setup, method: DFlashMethod) -> Result<Self> {
-        use_decode_attention();
+        use_decode_kernels();
         if std::env::var_os("RUST_LOG").is_some() {
             // For tests; a binary has set up its own.
             let log = tracing_subscriber::fmt().with_env_filter(EnvFilter::from_default_env());

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use dflash_plugin::{use_decode_attention, DFlashMethod};
+use dflash_plugin::{use_decode_kernels, DFlashMethod};
 use mistralrs_core::SpeculativeMethods;
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    use_decode_attention();
+    use_decode_kernels();
     let methods = SpeculativeMethods::default().with(Arc::new(DFlashMethod::new()));
     mistralrs_cli::run(methods).await
 }

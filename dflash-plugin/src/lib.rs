@@ -47,4 +47,6 @@ pub mod trace;
 pub mod worker;
 
 #[cfg(feature = "host")]
-pub use host::{use_decode_attention, DFlashMethod};
+#[doc(hidden)]
+pub use host::{decode_layers_run, use_decode_layers_anywhere};
+pub use host::{use_decode_kernels, DFlashMethod};

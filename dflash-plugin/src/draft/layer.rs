@@ -1,13 +1,15 @@
 //! One draft layer.
 
 use candle_core::{DType, Tensor};
-use candle_nn::ops::rms_norm;
 use candle_nn::VarBuilder;
 
-use dflash_kernels::{block_attention, silu_mul, AttentionOptions, PagedContext};
+use dflash_kernels::{
+    block_attention, draft_layer, AttentionOptions, DraftLayer, Norm, PagedContext,
+};
 
 use super::attention::{attend, SequenceMasks};
 use super::linear::{Linear, Projection};
+use super::norm::rms_norm;
 use super::rope::RopeRows;
 use crate::config::{DraftConfig, LayerAttention};
 use crate::error::Result;
@@ -66,6 +68,17 @@ pub(super) struct Layer {
     head_dim: usize,
     /// Index into the model's attention patterns.
     pattern: usize,
+}
+
+/// How rows attend over contexts in a pool.
+fn pooled_options(pattern: LayerAttention) -> AttentionOptions<'static> {
+    AttentionOptions {
+        scale: 1.0, // In `qk_norm`.
+        causal: pattern.causal,
+        window: pattern.window_of_rows(),
+        softcap: None,
+        sinks: None,
+    }
 }
 
 /// A layer, and what the model stacks over all layers to materialize context features.
@@ -142,6 +155,9 @@ impl Layer {
         rope: &RopeRows,
         eps: f32,
     ) -> Result<Tensor> {
+        if let Some(out) = self.chained(index, x, contexts, patterns, rope, eps)? {
+            return Ok(out);
+        }
         let normed = rms_norm(x, &self.input_norm, eps)?;
         let attended = match contexts {
             Contexts::Own { kv, masks } => self.attention(index, &normed, kv, masks, rope, eps)?,
@@ -162,9 +178,62 @@ impl Layer {
                 self.pooled_attention(&normed, &context, patterns[self.pattern], rope, eps)?
             }
         };
-        let x = (x + self.output.forward(&attended)?)?;
+        let x = self.output.forward_onto(&attended, x)?;
         let normed = rms_norm(&x, &self.post_norm, eps)?;
-        Ok((x + self.mlp(&normed)?)?)
+        self.down.forward_onto(&self.gate_up.gated(&normed)?, &x)
+    }
+
+    /// The whole layer by kernels that follow each other closely, where there are such.
+    fn chained(
+        &self,
+        index: usize,
+        x: &Tensor,
+        contexts: &Contexts<'_>,
+        patterns: &[LayerAttention],
+        rope: &RopeRows,
+        eps: f32,
+    ) -> Result<Option<Tensor>> {
+        let Contexts::Pool {
+            layers,
+            tables,
+            lens,
+            longest,
+        } = contexts
+        else {
+            return Ok(None);
+        };
+        let exact = (
+            self.qkv.exact(),
+            self.output.exact(),
+            self.gate_up.exact(),
+            self.down.exact(),
+        );
+        let (Some(qkv), Some(o), Some(gate_up), Some(down)) = exact else {
+            return Ok(None);
+        };
+        let norm = |weight| Norm { weight, eps };
+        let (cos, sin, interleaved) = rope.parts();
+        let (keys, values) = &layers[index];
+        let layer = DraftLayer {
+            input_norm: norm(&self.input_norm),
+            qkv,
+            qk_norm: &self.qk_norm,
+            head_eps: eps,
+            cos,
+            sin,
+            interleaved,
+            keys,
+            values,
+            block_tables: tables,
+            context_lens: lens,
+            longest: Some(*longest),
+            attention: pooled_options(patterns[self.pattern]),
+            o,
+            mlp_norm: norm(&self.post_norm),
+            gate_up,
+            down,
+        };
+        Ok(draft_layer(x, &layer)?)
     }
 
     /// `[rows, hidden]` to `[rows, heads * head_dim]`.
@@ -240,13 +309,7 @@ impl Layer {
         let q = by_block(&qk, 0, heads)?;
         let k = by_block(&qk, heads, kv_heads)?;
         let v = by_block(&qkv, heads + kv_heads, kv_heads)?;
-        let options = AttentionOptions {
-            scale: 1.0, // In `qk_norm`.
-            causal: pattern.causal,
-            window: pattern.window_of_rows(),
-            softcap: None,
-            sinks: None,
-        };
+        let options = pooled_options(pattern);
         let out = block_attention(&q, context, Some((&k, &v)), &options)?;
         Ok(out.reshape((rows, heads * self.head_dim))?)
     }
@@ -261,10 +324,5 @@ impl Layer {
     ) -> Result<Tensor> {
         let normed = rms_norm(&x.to_dtype(DType::F32)?, weight, eps)?;
         Ok(rope.rotate(&normed)?.to_dtype(x.dtype())?)
-    }
-
-    /// `[rows, hidden]` to `[rows, hidden]`.
-    fn mlp(&self, x: &Tensor) -> Result<Tensor> {
-        self.down.forward(&silu_mul(&self.gate_up.forward(x)?)?)
     }
 }

@@ -2,6 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use candle_nn::VarBuilder;
+use dflash_kernels::{covers_product, gated_product, product, product_onto, silu_mul, Weight};
 
 use crate::error::Result;
 use crate::quantize::{QuantizedLinear, Quantizer};
@@ -63,9 +64,34 @@ impl Linear {
         })
     }
 
+    pub fn as_weight(&self) -> Weight<'_> {
+        Weight {
+            weight: &self.weight,
+            bias: self.bias.as_ref(),
+        }
+    }
+
+    /// The layer's first and second half of the outputs.
+    fn halves(&self) -> Result<(Self, Self)> {
+        let half = self.weight.dim(0)? / 2;
+        let part = |first: usize| -> Result<Self> {
+            let bias = self.bias.as_ref();
+            Ok(Self {
+                weight: self.weight.narrow(0, first, half)?,
+                bias: bias.map(|bias| bias.narrow(0, first, half)).transpose()?,
+            })
+        };
+        Ok((part(0)?, part(half)?))
+    }
+
     /// `[rows, in]` to `[rows, out]`, contiguous.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let rows = x.dim(0)?;
+        if covers_product(x, &[self.as_weight()]) {
+            if let Some(y) = product(x, &[self.as_weight()])?.pop() {
+                return Ok(y);
+            }
+        }
         let y = if matches!(x.device(), Device::Cpu) && (2..=FEW_ROWS).contains(&rows) {
             self.weight.matmul(&x.t()?)?.t()?.contiguous()?
         } else {
@@ -85,6 +111,35 @@ pub(super) enum Projection {
 }
 
 impl Projection {
+    /// The weight, if it is not quantized.
+    pub fn exact(&self) -> Option<Weight<'_>> {
+        match self {
+            Self::Exact(linear) => Some(linear.as_weight()),
+            Self::Quantized(_) => None,
+        }
+    }
+
+    /// `forward` plus `residual`, `[rows, out]`.
+    pub fn forward_onto(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Exact(linear) if covers_product(x, &[linear.as_weight()]) => {
+                Ok(product_onto(x, linear.as_weight(), residual)?)
+            }
+            _ => Ok((residual + self.forward(x)?)?),
+        }
+    }
+
+    /// `silu(gate) * up` of `[gate; up]`: `[rows, in]` to `[rows, out / 2]`.
+    pub fn gated(&self, x: &Tensor) -> Result<Tensor> {
+        if let Self::Exact(linear) = self {
+            let (gate, up) = linear.halves()?;
+            if covers_product(x, &[gate.as_weight(), up.as_weight()]) {
+                return Ok(gated_product(x, gate.as_weight(), up.as_weight())?);
+            }
+        }
+        Ok(silu_mul(&self.forward(x)?)?)
+    }
+
     /// `[rows, in]` to `[rows, out]`, contiguous.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {

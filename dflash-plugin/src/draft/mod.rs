@@ -8,6 +8,7 @@ mod attention;
 mod head;
 mod layer;
 mod linear;
+mod norm;
 mod pooled;
 mod replay;
 mod rope;
@@ -15,7 +16,6 @@ mod rope;
 use std::sync::Mutex;
 
 use candle_core::{DType, Device, Tensor};
-use candle_nn::ops::rms_norm;
 use candle_nn::VarBuilder;
 
 use crate::config::{DraftConfig, LayerAttention};
@@ -26,6 +26,7 @@ use attention::{BlockMask, SequenceMasks};
 use head::DraftHead;
 use layer::{Contexts, Layer, LayerParts};
 use linear::Linear;
+use norm::rms_norm;
 use rope::{RopeRows, RopeTable};
 
 pub use replay::Replay;

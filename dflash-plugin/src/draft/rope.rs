@@ -171,6 +171,11 @@ impl RopeRows {
         }
     }
 
+    /// cos, sin, and whether pairs are neighbours.
+    pub fn parts(&self) -> (&Tensor, &Tensor, bool) {
+        (&self.cos, &self.sin, self.interleaved)
+    }
+
     /// RMS norm with `weight` (f32 `[heads, head_dim]`) and rotation of the first heads of `[rows, heads or
     /// more, head_dim]`, both in f32.
     pub fn norm_and_rotate_rows(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {

@@ -5,21 +5,17 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use candle_core::{DType, DeviceLocation, Result, Tensor};
-use dflash_kernels::{block_attention, covers, AttentionOptions, PagedContext};
+use dflash_kernels::{block_attention, covers, PagedContext};
 use mistralrs_core::plugin::{
-    set_decode_attention, BlockAttention, DecodeAttention, DecodeRows, SdpaParams,
+    BlockAttention, BlockInputs, DecodeAttention, DecodeRows, SdpaParams,
 };
 
-/// Let every model of this process decode with the block attention kernel on a GPU, in bf16 and f16.
-/// The host's own kernel reads a sequence's K/V once for each query head instead of once for each
-/// K/V head, and walks 512 positions one after another. To be called before a model is loaded.
-pub fn use_decode_attention() {
-    // Only one can be set; another one is this one as well.
-    set_decode_attention(Arc::new(DecodeKernel));
-}
+use super::decode::{f32_sinks, options};
 
+/// Plain decode rows with the block attention kernel. The host's own reads a sequence's K/V once for
+/// each query head instead of once for each K/V head, and walks 512 positions one after another.
 #[derive(Debug)]
-struct DecodeKernel;
+pub(super) struct DecodeKernel;
 
 impl DecodeAttention for DecodeKernel {
     fn attend(
@@ -72,9 +68,12 @@ impl BlockAttention for OneRead {
         attend(query, self.rows, &context, params)
     }
 
-    fn inputs(&self, location: DeviceLocation) -> Option<(Tensor, Tensor)> {
-        let (tables, lens) = (self.tables.get(&location)?, self.lens.get(&location)?);
-        Some((tables.clone(), lens.clone()))
+    fn inputs(&self, location: DeviceLocation) -> Option<BlockInputs> {
+        Some(BlockInputs {
+            block_tables: self.tables.get(&location)?.clone(),
+            context_lens: self.lens.get(&location)?.clone(),
+            longest: self.longest,
+        })
     }
 
     fn with_inputs(
@@ -112,15 +111,8 @@ fn attend(
         return Ok(None);
     }
     let (all_rows, heads, head_dim) = query.dims3()?;
-    let sinks = params.sinks.as_ref();
-    let sinks = sinks.map(|s| s.to_dtype(DType::F32)).transpose()?;
-    let options = AttentionOptions {
-        scale: params.softmax_scale,
-        causal: true,
-        window: None,
-        softcap: params.softcap.filter(|cap| *cap != 1.0),
-        sinks: sinks.as_ref(),
-    };
+    let sinks = f32_sinks(params)?;
+    let options = options(params, sinks.as_ref());
     let query = query.reshape((all_rows / rows, rows, heads, head_dim))?;
     let out = block_attention(&query, context, None, &options)?;
     Ok(Some(out.reshape((all_rows, heads, head_dim))?))

@@ -20,12 +20,14 @@
 //! | `recurrent` | the states of recurrent layers over a step |
 //! | `cache` | the KV cache of a step: the model's own, or the host's paged one |
 //! | `attention` | block attention in the target's decode steps on a GPU |
+//! | `decode` | decoder layers and products of few rows in the target's decode steps on a GPU |
 //! | `replay` | draft passes as CUDA graphs |
 //! | `state` | the draft KV that a host `Sequence` owns |
 
 mod accept;
 mod attention;
 mod cache;
+mod decode;
 mod drafted;
 mod loader;
 mod method;
@@ -44,7 +46,7 @@ mod step;
 pub mod targets;
 mod verify;
 
-pub use attention::use_decode_attention;
+pub use decode::{decode_layers_run, use_decode_kernels, use_decode_layers_anywhere};
 pub use loader::DFlashLoader;
 pub use method::DFlashMethod;
 pub use pipeline::DFlashPipeline;

@@ -9,7 +9,7 @@ use super::drafted::{Change, Drafted};
 use super::pipeline::DFlashPipeline;
 use super::state::{self, DraftKv};
 use super::step::{caught, committed};
-use super::{recurrent, verify};
+use super::{decode, recurrent, verify};
 use crate::fault::FaultPoint;
 use crate::pool::PooledContexts;
 use crate::trace::Phase;
@@ -138,7 +138,7 @@ impl DFlashPipeline {
         let rows = blocks.rows();
         let device = self.target.device();
         let layout = match paged {
-            Some(_) if device.is_cuda() && !recurrent::is_recurrent(&*self.target) => {
+            Some(_) if decode::takes_rows(&device) && !recurrent::is_recurrent(&*self.target) => {
                 verify::Rows::Single
             }
             _ => verify::Rows::Blocks,

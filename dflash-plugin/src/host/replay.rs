@@ -26,6 +26,15 @@ struct Graph {
     inputs: Vec<Tensor>,
 }
 
+impl Graph {
+    fn replay(&mut self, inputs: &[Tensor]) -> Result<Tensor> {
+        for (place, input) in self.inputs.iter().zip(inputs) {
+            place.slice_set(&input.contiguous()?, 0, 0)?;
+        }
+        Ok(self.recording.launch()?.clone())
+    }
+}
+
 impl Graphs {
     pub fn new(device: &Device) -> Self {
         Self {
@@ -49,10 +58,13 @@ impl Replay for Graphs {
         let shapes = inputs.iter().map(|input| input.dims().to_vec()).collect();
         let key = Key { on, shapes };
         if let Some(graph) = self.recordings.get(&key) {
-            for (place, input) in graph.inputs.iter().zip(inputs) {
-                place.slice_set(&input.contiguous()?, 0, 0)?;
+            match graph.replay(inputs) {
+                Ok(out) => return Ok(out),
+                Err(error) => {
+                    self.recordings.refuse(&error);
+                    return work(inputs);
+                }
             }
-            return Ok(graph.recording.launch()?.clone());
         }
         if !self.recordings.is_due(&key) {
             return work(inputs);
