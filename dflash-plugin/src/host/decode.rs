@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use dflash_kernels::{
     argmax_last, covers_decoder_layer, covers_product, decoder_layer, product, AttentionOptions,
-    DecoderLayer, Norm, RotateAndStore, Weight,
+    DecoderLayer, Norm, RotateAndStore, Weight, MOST_PRODUCT_ROWS,
 };
 use mistralrs_core::plugin::{
     set_argmax, set_decode_attention, set_decode_layers, DecodeLayer, DecodeLayers, SdpaParams,
@@ -17,7 +17,8 @@ use super::attention::DecodeKernel;
 
 /// Let every model of this process decode with our kernels on a GPU, in bf16 and f16: attention, products
 /// of up to 16 rows, and for families that hand their layers over (llama, mistral, qwen2, qwen3) the
-/// whole layer; and choose greedily. A row then comes out bit by bit the same in a plain step and in a verify pass of few rows.
+/// whole layer; and choose greedily. Where all of that covers a model (`docs/cuda.md`), a row comes out bit
+/// by bit the same in a plain step and in a verify pass of up to 16 rows.
 /// To be called before a model is loaded.
 pub fn use_decode_kernels() {
     // Only one of each can be set; another one is this one as well.
@@ -54,6 +55,10 @@ pub fn decode_layers_run() -> u64 {
 struct Products;
 
 impl FewRows for Products {
+    fn most_rows(&self) -> usize {
+        MOST_PRODUCT_ROWS
+    }
+
     fn product(
         &self,
         x: &Tensor,
@@ -61,7 +66,12 @@ impl FewRows for Products {
         bias: Option<&Tensor>,
     ) -> Result<Option<Tensor>> {
         let weights = [Weight { weight, bias }];
-        if x.dtype() != weight.dtype() || !covers_product(x, &weights) {
+        let has_fit = |bias: &Tensor| {
+            bias.dtype() == x.dtype()
+                && bias.dims() == [weight.dims()[0]]
+                && bias.device().same_device(x.device())
+        };
+        if !covers_product(x, &weights) || !bias.is_none_or(has_fit) {
             return Ok(None);
         }
         Ok(product(x, &weights)?.pop())

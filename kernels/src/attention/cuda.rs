@@ -198,6 +198,7 @@ pub(crate) fn dense_tables(tables: &Tensor) -> Result<Tensor> {
 pub(crate) struct Planned {
     variant: Variant,
     attend: Arc<Kernel>,
+    reduce: Arc<Kernel>,
     row_tiles: usize,
     cut: Cut,
     sizes: Sizes,
@@ -221,9 +222,20 @@ impl Planned {
         let row_tiles = m.div_ceil(variant.row_tile);
         let attend = kernel(device, variant.spec)?;
         let cut = cut_of(&variant, &attend, dtype, sizes, wanted, (row_tiles, few));
+        // Needed or not: a step that is recorded may need it first, and must load nothing then.
+        let reduce = kernel(
+            device,
+            KernelSpec {
+                module: "attention_reduce",
+                name: variant.reduce,
+                threads: 128,
+                shared_bytes: 0,
+            },
+        )?;
         Ok(Self {
-            variant,
             attend,
+            reduce,
+            variant,
             row_tiles,
             cut,
             sizes: *sizes,
@@ -270,18 +282,9 @@ impl Planned {
         if self.partial_rows() == 0 {
             return Ok(());
         }
-        let reduce = kernel(
-            device,
-            KernelSpec {
-                module: "attention_reduce",
-                name: self.variant.reduce,
-                threads: 128,
-                shared_bytes: 0,
-            },
-        )?;
         let grid = [m.div_ceil(4), cache.kv_heads, self.sizes.batch];
         // SAFETY: as above.
-        unsafe { launch(&stream, &reduce, grid, params, Order::Overlapping) }
+        unsafe { launch(&stream, &self.reduce, grid, params, Order::Overlapping) }
     }
 
     /// Everything but the addresses. Strides are those over batch and rows.

@@ -71,7 +71,10 @@ pub(crate) fn covers(x: &Tensor, spec: &Spec) -> bool {
     let has_fit = all().all(|each| product::covers(each, x.dtype()));
     // Elsewhere biases are added by what follows, if it can.
     let has_bias = inner.iter().any(|each| each.bias.is_some());
-    matches!(x.dtype(), DType::BF16 | DType::F16) && has_fit && (is_few(rows) || !has_bias)
+    matches!(x.dtype(), DType::BF16 | DType::F16)
+        && has_fit
+        && (is_few(rows) || !has_bias)
+        && (!is_few(rows) || product::has_room(x))
 }
 
 /// The layer's output for `x`, `[rows, hidden]`. `attend` launches what is between the projections and

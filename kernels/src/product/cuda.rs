@@ -7,6 +7,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_core::cuda_backend::cudarc::cublas::result::gemm_ex;
 use candle_core::cuda_backend::cudarc::cublas::{sys, CudaBlas};
+use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr};
 use candle_core::cuda_backend::{CudaDType, DeviceId, WrapErr};
 use candle_core::op::BackpropOp;
@@ -108,6 +109,13 @@ fn variant(dtype: DType, rows: usize, limit: usize) -> Option<KernelSpec> {
             shared_bytes,
         })
     })
+}
+
+/// Whether thread blocks of this GPU have room for the kernel.
+pub(crate) fn has_room(x: &Tensor) -> bool {
+    let device = x.device().as_cuda_device();
+    let limit = device.and_then(shared_limit).unwrap_or(0);
+    variant(x.dtype(), MOST_PRODUCT_ROWS, limit).is_some()
 }
 
 /// Whether the kernel, and a chain of launches, can read this weight.
@@ -252,11 +260,16 @@ fn workspace(device: &CudaDevice) -> Result<Arc<CudaBlas>> {
     const BYTES: usize = 32 << 20; // what NVIDIA recommends for Hopper
     static GIVEN: LazyLock<Mutex<HashMap<DeviceId, CudaSlice<u8>>>> = LazyLock::new(Mutex::default);
     let blas = device.cublas_handle();
+    let stream = device.cuda_stream();
+    if stream.capture_status().w()? != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+        return Ok(blas); // Memory that is asked for now would be the recording's.
+    }
     let mut given = GIVEN.lock().unwrap_or_else(PoisonError::into_inner);
     if let Entry::Vacant(entry) = given.entry(device.id()) {
         // SAFETY: nobody reads it before cuBLAS has written it.
-        let memory = unsafe { device.alloc::<u8>(BYTES)? };
-        let stream = device.cuda_stream();
+        let Ok(memory) = (unsafe { device.alloc::<u8>(BYTES) }) else {
+            return Ok(blas); // It may do with less.
+        };
         // SAFETY: it lives as long as the process; the device's stream is the only one that uses it.
         let status = unsafe {
             let at = memory.device_ptr(&stream).0 as *mut c_void;

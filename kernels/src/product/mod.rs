@@ -41,6 +41,7 @@ pub fn covers_product(x: &Tensor, weights: &[Weight]) -> bool {
             && (1..=MOST_WEIGHTS).contains(&weights.len())
             && matches!(x.dtype(), DType::BF16 | DType::F16)
             && weights.iter().all(|each| cuda::covers(each, x.dtype()))
+            && cuda::has_room(x)
     }
     #[cfg(not(feature = "cuda"))]
     {
