@@ -151,7 +151,7 @@ impl DraftModel {
     pub fn fuse(&self, taps: &Tensor) -> Result<Tensor> {
         expect_rows("taps", taps, self.fc.in_features())?;
         let projected = self.fc.forward(&taps.to_dtype(self.dtype)?)?;
-        Ok(rms_norm(&projected, &self.hidden_norm, self.eps())?)
+        rms_norm(&projected, &self.hidden_norm, self.eps())
     }
 
     /// Materializes context features: for each layer the pair of K (normed and rotated) and V, each
@@ -249,7 +249,7 @@ impl DraftModel {
         for (i, layer) in self.layers.iter().enumerate() {
             x = layer.forward(i, &x, contexts, &self.patterns, rope, self.eps())?;
         }
-        Ok(rms_norm(&x, &self.norm, self.eps())?)
+        rms_norm(&x, &self.norm, self.eps())
     }
 
     /// The best tokens of the draft model's own head, if it has one: `[rows, hidden]` (from
