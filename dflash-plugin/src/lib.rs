@@ -49,4 +49,5 @@ pub mod worker;
 #[cfg(feature = "host")]
 #[doc(hidden)]
 pub use host::{decode_layers_run, use_decode_layers_anywhere};
+#[cfg(feature = "host")]
 pub use host::{use_decode_kernels, DFlashMethod};
