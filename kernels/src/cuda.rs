@@ -12,8 +12,9 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DeviceRepr, SyncOnDrop,
 };
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
-use candle_core::cuda_backend::{CudaStorageSlice, DeviceId, WrapErr};
-use candle_core::{CudaDevice, CudaStorage, Error, Layout, Result, Storage, Tensor};
+use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, DeviceId, WrapErr};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, CudaStorage, DType, Error, Layout, Result, Shape, Storage, Tensor};
 
 use crate::check::mismatch;
 
@@ -284,6 +285,48 @@ pub(crate) unsafe fn launch<P: DeviceRepr>(
     }
     .result()
     .w()
+}
+
+/// Launches a kernel that waits for the one before it itself; it is loaded if it is not yet.
+///
+/// # Safety
+/// As [`launch`].
+pub(crate) unsafe fn enqueue<P: DeviceRepr>(
+    device: &CudaDevice,
+    spec: KernelSpec,
+    grid: [usize; 3],
+    params: &P,
+) -> Result<()> {
+    let kernel = kernel(device, spec)?;
+    // SAFETY: the caller's.
+    unsafe {
+        launch(
+            &device.cuda_stream(),
+            &kernel,
+            grid,
+            params,
+            Order::Overlapping,
+        )
+    }
+}
+
+/// The name for bf16, f16 or f32.
+pub(crate) fn by_dtype(dtype: DType, names: [&'static str; 3]) -> &'static str {
+    match dtype {
+        DType::BF16 => names[0],
+        DType::F16 => names[1],
+        _ => names[2],
+    }
+}
+
+/// A contiguous tensor of what was written to `memory`.
+pub(crate) fn tensor_of<T: CudaDType>(
+    memory: CudaSlice<T>,
+    device: CudaDevice,
+    shape: impl Into<Shape>,
+) -> Tensor {
+    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(memory, device));
+    Tensor::from_storage(storage, shape, BackpropOp::none(), false)
 }
 
 pub(crate) fn to_i32(value: usize) -> Result<i32> {

@@ -49,7 +49,7 @@ pub use attention::{block_attention, covers, AttentionOptions, PagedContext};
 #[doc(hidden)]
 pub use decoder_layer::composed as decoder_layer_composed;
 pub use decoder_layer::{
-    covers_decoder_layer, decoder_layer, draft_layer, rms_norm, rotate_and_store, DecoderLayer,
+    chained_decoder_layer, decoder_layer, draft_layer, rms_norm, rotate_and_store, DecoderLayer,
     DraftLayer, Norm, RotateAndStore,
 };
 pub use layer::{norm_rope, silu_mul, NormRope};

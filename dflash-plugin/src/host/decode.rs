@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use dflash_kernels::{
-    argmax_last, covers_decoder_layer, covers_product, decoder_layer, product, AttentionOptions,
+    argmax_last, chained_decoder_layer, covers_product, decoder_layer, product, AttentionOptions,
     DecoderLayer, Norm, RotateAndStore, Weight, MOST_PRODUCT_ROWS,
 };
 use mistralrs_core::plugin::{
@@ -118,11 +118,12 @@ impl DecodeLayers for Layers {
             up: linear(layer.up),
             down: linear(layer.down),
         };
-        if !anywhere && !covers_decoder_layer(layer.xs, &ours) {
-            return Ok(None);
-        }
-        RUNS.fetch_add(1, Ordering::Relaxed);
-        decoder_layer(layer.xs, &ours).map(Some)
+        let out = match anywhere {
+            true => Some(decoder_layer(layer.xs, &ours)?),
+            false => chained_decoder_layer(layer.xs, &ours)?,
+        };
+        RUNS.fetch_add(u64::from(out.is_some()), Ordering::Relaxed);
+        Ok(out)
     }
 }
 

@@ -4,12 +4,11 @@
 
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
 use candle_core::cuda_backend::CudaDType;
-use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor};
+use candle_core::{CudaDevice, DType, Result, Tensor};
 
 use super::cuda::{enqueue_norm, NormParams};
 use super::parts::Norm;
-use crate::cuda::{address_of, aligned_rows, to_i32};
+use crate::cuda::{address_of, aligned_rows, tensor_of, to_i32};
 use crate::layer::cuda::{enqueue_silu, SiluMulParams};
 use crate::product::cuda::{self as product, Gemm, Job, Part};
 use crate::product::{Weight, MOST_PRODUCT_ROWS};
@@ -114,14 +113,10 @@ pub(crate) unsafe fn run<T: CudaDType + DeviceRepr>(
         .collect();
     let biases = linears.iter().map(|each| each.bias.map(dense).transpose());
     let biases = biases.collect::<Result<Vec<_>>>()?;
-    let parts = linears.iter().zip(&biases).map(|(each, bias)| {
-        Ok(Part {
-            weight: address_of(each.weight)?,
-            bias: bias.as_ref().map_or(Ok(0), address_of)?,
-            outputs: each.outputs(),
-            out: 0,
-        })
-    });
+    let parts = linears
+        .iter()
+        .zip(&biases)
+        .map(|(each, bias)| Part::of(each, bias.as_ref()));
     let parts = parts.collect::<Result<Vec<_>>>()?;
     let (mut projections, inner) = (
         parts[..spec.projections.len()].to_vec(),
@@ -282,13 +277,7 @@ pub(crate) unsafe fn run<T: CudaDType + DeviceRepr>(
         }
     }
     drop(memory);
-    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(out, device.clone()));
-    Ok(Tensor::from_storage(
-        storage,
-        (rows, hidden),
-        BackpropOp::none(),
-        false,
-    ))
+    Ok(tensor_of(out, device.clone(), (rows, hidden)))
 }
 
 /// Whether the weights follow each other in memory, with `width` elements of `size` bytes for an output.

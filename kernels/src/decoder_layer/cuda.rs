@@ -2,13 +2,12 @@
 
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
 use candle_core::cuda_backend::CudaDType;
-use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor};
+use candle_core::{CudaDevice, DType, Result, Tensor};
 use half::{bf16, f16};
 
 use super::parts::{Norm, RotateAndStore};
 use crate::cuda::{
-    aligned_rows, kernel, launch, lock_address, lock_optional, to_i32, KernelSpec, Order,
+    aligned_rows, by_dtype, enqueue, lock_address, lock_optional, tensor_of, to_i32, KernelSpec,
 };
 use crate::paged::PagedShape;
 
@@ -65,15 +64,6 @@ unsafe impl DeviceRepr for NormParams {}
 // SAFETY: likewise.
 unsafe impl DeviceRepr for RotateParams {}
 
-/// One of three names, by dtype.
-fn named(dtype: DType, names: [&'static str; 3]) -> &'static str {
-    match dtype {
-        DType::BF16 => names[0],
-        DType::F16 => names[1],
-        _ => names[2],
-    }
-}
-
 pub(super) fn norm_is_covered(width: usize, dtype: DType) -> bool {
     let piece = 16 / dtype.size_in_bytes();
     width.is_multiple_of(piece) && width / piece <= NORM_THREADS * NORM_PIECES
@@ -93,26 +83,14 @@ pub(super) unsafe fn enqueue_norm(
     rows: usize,
     params: &NormParams,
 ) -> Result<()> {
-    let name = named(dtype, ["rms_norm_bf16", "rms_norm_f16", "rms_norm_f32"]);
-    let kernel = kernel(
-        device,
-        KernelSpec {
-            module: "layer",
-            name,
-            threads: NORM_THREADS,
-            shared_bytes: 0,
-        },
-    )?;
+    let spec = KernelSpec {
+        module: "layer",
+        name: by_dtype(dtype, ["rms_norm_bf16", "rms_norm_f16", "rms_norm_f32"]),
+        threads: NORM_THREADS,
+        shared_bytes: 0,
+    };
     // SAFETY: the kernel takes these parameters; the rest is the caller's.
-    unsafe {
-        launch(
-            &device.cuda_stream(),
-            &kernel,
-            [rows, 1, 1],
-            params,
-            Order::Overlapping,
-        )
-    }
+    unsafe { enqueue(device, spec, [rows, 1, 1], params) }
 }
 
 /// Rotate and store `rows` rows.
@@ -130,26 +108,16 @@ pub(super) unsafe fn enqueue_rotate(
         "rotate_and_store_f16",
         "rotate_and_store_f32",
     ];
-    let kernel = kernel(
-        device,
-        KernelSpec {
-            module: "layer",
-            name: named(dtype, names),
-            threads: WARPS * 32,
-            shared_bytes: WARPS * params.head_dim as usize * 4,
-        },
-    )?;
+    let spec = KernelSpec {
+        module: "layer",
+        name: by_dtype(dtype, names),
+        threads: WARPS * 32,
+        shared_bytes: WARPS * params.head_dim as usize * 4,
+    };
     let heads = (params.heads + 2 * params.kv_heads) as usize;
+    let grid = [heads.div_ceil(WARPS), rows, 1];
     // SAFETY: the kernel takes these parameters; the rest is the caller's.
-    unsafe {
-        launch(
-            &device.cuda_stream(),
-            &kernel,
-            [heads.div_ceil(WARPS), rows, 1],
-            params,
-            Order::Overlapping,
-        )
-    }
+    unsafe { enqueue(device, spec, grid, params) }
 }
 
 pub(super) fn rms_norm(x: &Tensor, norm: Norm) -> Result<Tensor> {
@@ -184,13 +152,7 @@ fn normed<T: CudaDType + DeviceRepr>(x: &Tensor, norm: Norm) -> Result<Tensor> {
         // SAFETY: the addresses live until the guards drop; `aligned_rows` sees to the alignment.
         unsafe { enqueue_norm(&device, x.dtype(), rows, &params)? };
     }
-    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(out, device));
-    Ok(Tensor::from_storage(
-        storage,
-        (rows, width),
-        BackpropOp::none(),
-        false,
-    ))
+    Ok(tensor_of(out, device, (rows, width)))
 }
 
 pub(super) fn rotate_and_store(
@@ -286,11 +248,5 @@ fn rotated<T: CudaDType + DeviceRepr>(
         // SAFETY: the addresses live until the guards drop.
         unsafe { enqueue_rotate(&device, q.dtype(), dims.0, &params)? };
     }
-    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(out, device));
-    Ok(Tensor::from_storage(
-        storage,
-        dims,
-        BackpropOp::none(),
-        false,
-    ))
+    Ok(tensor_of(out, device, dims))
 }

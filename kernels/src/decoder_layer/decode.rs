@@ -70,11 +70,8 @@ fn sizes(x: &Tensor, layer: &DecoderLayer) -> Option<Sizes> {
     })
 }
 
-/// Whether all of the layer has kernels.
-pub(super) fn covers(x: &Tensor, layer: &DecoderLayer) -> bool {
-    let Some(sizes) = sizes(x, layer) else {
-        return false;
-    };
+/// Whether all of a layer of these sizes has kernels.
+fn covers(x: &Tensor, layer: &DecoderLayer, sizes: &Sizes) -> bool {
     let width = x.dims()[1];
     let cache = &sizes.cache;
     let widths = [sizes.heads, cache.kv_heads].map(|heads| heads * cache.head_dim);
@@ -85,7 +82,7 @@ pub(super) fn covers(x: &Tensor, layer: &DecoderLayer) -> bool {
         && chain::covers(x, &spec(layer, &[layer.q, layer.k, layer.v], widths[0]))
         && norm_is_covered(width, x.dtype())
         && rotate_is_covered(x.dims()[0], cache)
-        && unsupported(&sizes).is_none()
+        && unsupported(sizes).is_none()
 }
 
 fn spec<'a>(layer: &DecoderLayer<'a>, projections: &'a [Weight<'a>], attended: usize) -> Spec<'a> {
@@ -101,17 +98,20 @@ fn spec<'a>(layer: &DecoderLayer<'a>, projections: &'a [Weight<'a>], attended: u
     }
 }
 
-pub(super) fn run(x: &Tensor, layer: &DecoderLayer) -> Result<Tensor> {
-    match x.dtype() {
-        DType::BF16 => launched::<bf16>(x, layer),
-        _ => launched::<f16>(x, layer),
+/// The layer's output, if it fits together and has kernels.
+pub(super) fn run(x: &Tensor, layer: &DecoderLayer) -> Result<Option<Tensor>> {
+    match sizes(x, layer).filter(|sizes| covers(x, layer, sizes)) {
+        Some(sizes) if x.dtype() == DType::BF16 => launched::<bf16>(x, layer, sizes).map(Some),
+        Some(sizes) => launched::<f16>(x, layer, sizes).map(Some),
+        None => Ok(None),
     }
 }
 
-fn launched<T: CudaDType + DeviceRepr>(x: &Tensor, layer: &DecoderLayer) -> Result<Tensor> {
-    let Some(sizes) = sizes(x, layer) else {
-        candle_core::bail!("a decoder layer that does not fit together");
-    };
+fn launched<T: CudaDType + DeviceRepr>(
+    x: &Tensor,
+    layer: &DecoderLayer,
+    sizes: Sizes,
+) -> Result<Tensor> {
     let (rotate, cache) = (&layer.rotate, &sizes.cache);
     let dense = |t: &Tensor| t.contiguous();
     let weight_of = |norm: Option<Norm>| norm.map(|norm| dense(norm.weight)).transpose();

@@ -111,10 +111,8 @@ impl Halves {
     }
 }
 
-pub(super) fn covers(x: &Tensor, layer: &DraftLayer) -> bool {
-    let (Some(sizes), Ok(halves)) = (sizes(x, layer), Halves::of(layer.gate_up)) else {
-        return false;
-    };
+/// Whether all of a layer of these sizes has kernels.
+fn covers(x: &Tensor, layer: &DraftLayer, halves: &Halves, sizes: &Sizes) -> bool {
     let (rows, hidden) = (x.dims()[0], x.dims()[1]);
     let q = sizes.heads * sizes.cache.head_dim;
     let projections = [layer.qkv];
@@ -126,20 +124,30 @@ pub(super) fn covers(x: &Tensor, layer: &DraftLayer) -> bool {
         && (rows <= MOST_PRODUCT_ROWS || layer.qkv.bias.is_none())
         && rows <= 65_535
         && norm_is_covered(hidden, x.dtype())
-        && unsupported(&sizes).is_none()
+        && unsupported(sizes).is_none()
 }
 
-pub(super) fn run(x: &Tensor, layer: &DraftLayer) -> Result<Tensor> {
+/// The layer's output, if it fits together and has kernels.
+pub(super) fn run(x: &Tensor, layer: &DraftLayer) -> Result<Option<Tensor>> {
+    let Some(sizes) = sizes(x, layer) else {
+        return Ok(None);
+    };
+    let halves = Halves::of(layer.gate_up)?;
+    if !covers(x, layer, &halves, &sizes) {
+        return Ok(None);
+    }
     match x.dtype() {
-        DType::BF16 => launched::<bf16>(x, layer),
-        _ => launched::<f16>(x, layer),
+        DType::BF16 => launched::<bf16>(x, layer, &halves, sizes).map(Some),
+        _ => launched::<f16>(x, layer, &halves, sizes).map(Some),
     }
 }
 
-fn launched<T: CudaDType + DeviceRepr>(x: &Tensor, layer: &DraftLayer) -> Result<Tensor> {
-    let Some(sizes) = sizes(x, layer) else {
-        candle_core::bail!("a draft layer that does not fit together");
-    };
+fn launched<T: CudaDType + DeviceRepr>(
+    x: &Tensor,
+    layer: &DraftLayer,
+    halves: &Halves,
+    sizes: Sizes,
+) -> Result<Tensor> {
     let cache = &sizes.cache;
     let dense = |t: &Tensor| t.contiguous();
     let (cos, sin, qk_norm) = (dense(layer.cos)?, dense(layer.sin)?, dense(layer.qk_norm)?);
@@ -163,7 +171,6 @@ fn launched<T: CudaDType + DeviceRepr>(x: &Tensor, layer: &DraftLayer) -> Result
     let all = turned + cache.kv_heads * cache.head_dim;
     let turned_bytes = (x.dims()[0] * turned * size).next_multiple_of(256);
     let projections = [layer.qkv];
-    let halves = Halves::of(layer.gate_up)?;
     let spec = halves.spec(layer, &projections, q);
     // SAFETY: `sizes` has checked all shapes. The tensors live until `run` returns, and memory is freed
     // in the stream's order.

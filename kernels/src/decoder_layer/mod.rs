@@ -110,24 +110,30 @@ pub struct DraftLayer<'a> {
 /// Those of the launches.
 pub fn draft_layer(x: &Tensor, layer: &DraftLayer) -> Result<Option<Tensor>> {
     #[cfg(feature = "cuda")]
-    if draft::covers(x, layer) {
-        return draft::run(x, layer).map(Some);
-    }
-    let _ = (x, layer);
-    Ok(None)
-}
-
-/// Whether [`decoder_layer`] runs on a CUDA device, in bf16 or f16, on shapes that fit together and that all
-/// kernels cover.
-pub fn covers_decoder_layer(x: &Tensor, layer: &DecoderLayer) -> bool {
-    #[cfg(feature = "cuda")]
     {
-        decode::covers(x, layer)
+        draft::run(x, layer)
     }
     #[cfg(not(feature = "cuda"))]
     {
         let _ = (x, layer);
-        false
+        Ok(None)
+    }
+}
+
+/// [`decoder_layer`] if it runs on a CUDA device, in bf16 or f16, on shapes that fit together and that all
+/// kernels cover; else `None`, and nothing was done.
+///
+/// # Errors
+/// Those of the launches.
+pub fn chained_decoder_layer(x: &Tensor, layer: &DecoderLayer) -> Result<Option<Tensor>> {
+    #[cfg(feature = "cuda")]
+    {
+        decode::run(x, layer)
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = (x, layer);
+        Ok(None)
     }
 }
 
@@ -142,11 +148,10 @@ pub fn covers_decoder_layer(x: &Tensor, layer: &DecoderLayer) -> bool {
 /// # Errors
 /// When shapes, dtypes or devices do not fit.
 pub fn decoder_layer(x: &Tensor, layer: &DecoderLayer) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if decode::covers(x, layer) {
-        return decode::run(x, layer);
+    match chained_decoder_layer(x, layer)? {
+        Some(out) => Ok(out),
+        None => composed(x, layer),
     }
-    composed(x, layer)
 }
 
 /// [`decoder_layer`] out of the crate's operations; for tests.

@@ -2,14 +2,15 @@
 
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
 use candle_core::cuda_backend::CudaDType;
-use candle_core::op::BackpropOp;
 use candle_core::{
-    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Storage, Tensor,
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor,
 };
 use half::{bf16, f16};
 
 use super::NormRope;
-use crate::cuda::{address, aligned_rows, kernel, launch, lock_address, to_i32, KernelSpec, Order};
+use crate::cuda::{
+    address, aligned_rows, by_dtype, enqueue, lock_address, tensor_of, to_i32, KernelSpec,
+};
 
 /// Heads of a thread block; `WARPS` in the kernel.
 const WARPS: usize = 4;
@@ -163,31 +164,15 @@ pub(crate) unsafe fn enqueue_norm_rope(
     rows: usize,
     params: &NormRopeParams,
 ) -> Result<()> {
-    let name = match dtype {
-        DType::BF16 => "norm_rope_bf16",
-        DType::F16 => "norm_rope_f16",
-        _ => "norm_rope_f32",
+    let spec = KernelSpec {
+        module: "layer",
+        name: by_dtype(dtype, ["norm_rope_bf16", "norm_rope_f16", "norm_rope_f32"]),
+        threads: WARPS * 32,
+        shared_bytes: WARPS * params.head_dim as usize * 4,
     };
-    let kernel = kernel(
-        device,
-        KernelSpec {
-            module: "layer",
-            name,
-            threads: WARPS * 32,
-            shared_bytes: WARPS * params.head_dim as usize * 4,
-        },
-    )?;
     let grid = [(params.heads as usize).div_ceil(WARPS), rows, 1];
     // SAFETY: the kernel takes these parameters; the rest is the caller's.
-    unsafe {
-        launch(
-            &device.cuda_stream(),
-            &kernel,
-            grid,
-            params,
-            Order::Overlapping,
-        )
-    }
+    unsafe { enqueue(device, spec, grid, params) }
 }
 
 /// Launch the gated activation of `rows` rows.
@@ -201,20 +186,12 @@ pub(crate) unsafe fn enqueue_silu(
     rows: usize,
     params: &SiluMulParams,
 ) -> Result<()> {
-    let name = match dtype {
-        DType::BF16 => "silu_mul_bf16",
-        DType::F16 => "silu_mul_f16",
-        _ => "silu_mul_f32",
+    let spec = KernelSpec {
+        module: "layer",
+        name: by_dtype(dtype, ["silu_mul_bf16", "silu_mul_f16", "silu_mul_f32"]),
+        threads: SILU_THREADS,
+        shared_bytes: 0,
     };
-    let kernel = kernel(
-        device,
-        KernelSpec {
-            module: "layer",
-            name,
-            threads: SILU_THREADS,
-            shared_bytes: 0,
-        },
-    )?;
     let piece = if params.by_pieces != 0 {
         16 / dtype.size_in_bytes()
     } else {
@@ -223,15 +200,7 @@ pub(crate) unsafe fn enqueue_silu(
     let steps = params.width as usize / piece;
     let grid = [steps.div_ceil(SILU_THREADS), rows, 1];
     // SAFETY: the kernel takes these parameters; the rest is the caller's.
-    unsafe {
-        launch(
-            &device.cuda_stream(),
-            &kernel,
-            grid,
-            params,
-            Order::Overlapping,
-        )
-    }
+    unsafe { enqueue(device, spec, grid, params) }
 }
 
 fn launch_silu<T: CudaDType + DeviceRepr>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
@@ -264,11 +233,5 @@ fn launch_silu<T: CudaDType + DeviceRepr>(gate: &Tensor, up: &Tensor) -> Result<
         // SAFETY: the addresses live until the guards drop.
         unsafe { enqueue_silu(&device, gate.dtype(), rows, &params)? };
     }
-    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(out, device));
-    Ok(Tensor::from_storage(
-        storage,
-        (rows, width),
-        BackpropOp::none(),
-        false,
-    ))
+    Ok(tensor_of(out, device, (rows, width)))
 }

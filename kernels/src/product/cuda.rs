@@ -10,15 +10,13 @@ use candle_core::cuda_backend::cudarc::cublas::{sys, CudaBlas};
 use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr};
 use candle_core::cuda_backend::{CudaDType, DeviceId, WrapErr};
-use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor};
+use candle_core::{CudaDevice, DType, Result, Tensor};
 use half::{bf16, f16};
 
 use super::{Weight, MOST_PRODUCT_ROWS, MOST_WEIGHTS};
 use crate::check::mismatch;
 use crate::cuda::{
-    aligned_rows, kernel, launch, lock_address, lock_optional, shared_limit, to_i32, KernelSpec,
-    Order,
+    address_of, aligned_rows, kernel, launch, shared_limit, tensor_of, to_i32, KernelSpec, Order,
 };
 
 const WARPS: usize = 8;
@@ -138,6 +136,18 @@ pub(crate) struct Part {
     pub bias: u64,
     pub outputs: usize,
     pub out: u64,
+}
+
+impl Part {
+    /// Of a weight with its bias, which is dense; where the result goes is not known yet.
+    pub fn of(each: &Weight, bias: Option<&Tensor>) -> Result<Self> {
+        Ok(Self {
+            weight: address_of(each.weight)?,
+            bias: bias.map_or(Ok(0), address_of)?,
+            outputs: each.outputs(),
+            out: 0,
+        })
+    }
 }
 
 /// Addresses and sizes of a launch.
@@ -325,42 +335,29 @@ fn launched<T: CudaDType + DeviceRepr>(
     // SAFETY: the kernel writes every element but those between the parts, which nobody reads.
     let out = unsafe { device.alloc::<T>(all)? };
     {
-        lock_address!(x_at, x, &stream);
-        lock_optional!(residual_at, residual.as_ref(), &stream);
-        let weight = |i: usize| weights.get(i).map(|each| each.weight);
-        let bias = |i: usize| biases.get(i).and_then(Option::as_ref);
-        lock_optional!(weight_0, weight(0), &stream);
-        lock_optional!(weight_1, weight(1), &stream);
-        lock_optional!(weight_2, weight(2), &stream);
-        lock_optional!(bias_0, bias(0), &stream);
-        lock_optional!(bias_1, bias(1), &stream);
-        lock_optional!(bias_2, bias(2), &stream);
         let (out_at, _out_guard) = out.device_ptr(&stream);
-        let at = [(weight_0, bias_0), (weight_1, bias_1), (weight_2, bias_2)];
-        let mut parts = [Part::default(); MOST_WEIGHTS];
-        for (i, each) in weights.iter().enumerate() {
+        let mut parts = Vec::with_capacity(weights.len());
+        for (i, (each, bias)) in weights.iter().zip(&biases).enumerate() {
+            // Of two gated ones there is one result.
             let start = starts.get(i).copied().unwrap_or(0);
-            parts[i] = Part {
-                weight: at[i].0,
-                bias: at[i].1,
-                outputs: each.outputs(),
+            parts.push(Part {
                 out: out_at + (start * std::mem::size_of::<T>()) as u64,
-            };
+                ..Part::of(each, bias.as_ref())?
+            });
         }
         let job = Job {
-            x: x_at.at,
+            x: address_of(&x)?,
             x_stride: x.layout().stride()[0],
             rows,
             width,
-            residual: residual_at,
-            parts: &parts[..weights.len()],
+            residual: residual.as_ref().map_or(Ok(0), address_of)?,
+            parts: &parts,
             gated,
         };
-        // SAFETY: the addresses live until the guards drop; `covers` and `aligned_rows` see to the rest.
+        // SAFETY: the tensors outlive the launch; `covers` and `aligned_rows` see to the rest.
         unsafe { enqueue(&device, x.dtype(), &job)? };
     }
-    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(out, device));
-    let out = Tensor::from_storage(storage, all, BackpropOp::none(), false);
+    let out = tensor_of(out, device, all);
     let part = |(start, outputs): (&usize, &usize)| {
         out.narrow(0, *start, rows * outputs)?
             .reshape((rows, *outputs))
